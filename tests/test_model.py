@@ -1,0 +1,319 @@
+"""The model: against golden numbers of the reference, and against its parts written out by hand in float64."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import prepare
+import train
+from train import GPT, CausalSelfAttention, GPTConfig, norm
+
+CONFIG = GPTConfig(sequence_len=16, vocab_size=50, n_layer=3, n_head=4, n_kv_head=2, n_embd=40, window_pattern="SL")
+
+
+def random_model(config=CONFIG):
+    """A model whose weights are all random, also those that are initialized to zero."""
+    model = GPT(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * (p.size(-1) ** -0.5 if p.ndim == 2 else 1))
+    return model
+
+
+def assert_close(found, expected, relative=1e-5):
+    """Equal up to `relative` times the largest number that is expected."""
+    found, expected = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= relative * expected.abs().max()
+
+
+def rms_norm_by_hand(x):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + np.finfo(np.float32).eps)
+
+
+def rotate_by_hand(x):
+    """Rotary embedding of x (T, H, D) by complex numbers: (x[j], x[j + D/2]) turns back by t * 10000^(-2j/D)."""
+    T, _, D = x.shape
+    angle = np.arange(T)[:, None] * 10000.0 ** (-np.arange(0, D, 2) / D)  # (T, D/2)
+    turned = (x[..., :D // 2] + 1j * x[..., D // 2:]) * np.exp(-1j * angle)[:, None, :]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Golden numbers
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_logits_and_losses_are_those_of_the_reference(golden, golden_model):
+    idx, targets = torch.from_numpy(golden["idx"][0]), torch.from_numpy(golden["targets"][0])
+    assert (targets[:, 3] == -1).all()
+    assert_close(golden_model(idx), golden["logits"])
+    assert_close(golden_model(idx, targets), golden["loss"])
+    assert_close(golden_model(idx, targets, reduction="none"), golden["loss_none"])
+
+
+def test_gradients_are_those_of_the_reference(golden, golden_model):
+    golden_model(torch.from_numpy(golden["idx"][0]), torch.from_numpy(golden["targets"][0])).backward()
+    names = {name.removeprefix("grad/") for name in golden if name.startswith("grad/")}
+    assert names == {name for name, _ in golden_model.named_parameters()}
+    for name, p in golden_model.named_parameters():
+        assert_close(p.grad, golden[f"grad/{name}"], relative=3e-5)
+
+
+def test_windows_flops_and_counts_are_those_of_the_reference(golden, golden_model):
+    assert golden_model.window_sizes == [tuple(pair) for pair in golden["windows"].tolist()]
+    assert golden_model.estimate_flops() == golden["flops"]
+    assert golden_model.num_scaling_params() == golden["counts"]
+
+
+@pytest.mark.parametrize("depth", [6, 8, 12])
+def test_every_fact_about_a_depth_holds(facts, depth):
+    expected = facts[str(depth)]
+    config = train.build_model_config(depth, vocab_size=8192)
+    with torch.device("meta"):
+        model = GPT(config)
+    assert (config.n_embd, config.n_head, config.n_kv_head) == (expected["n_embd"], *2 * [expected["n_head"]])
+    assert (config.sequence_len, config.vocab_size, config.n_layer) == (2048, 8192, depth)
+    assert [list(pair) for pair in model.window_sizes] == expected["windows"]
+    assert model.estimate_flops() == expected["flops"]
+    assert model.num_scaling_params() == expected["counts"]
+    assert [i for i in range(depth) if train.has_ve(i, depth)] == expected["ve_layers"]
+    assert sorted(map(int, model.value_embeds)) == expected["ve_layers"]
+    assert [i for i, block in enumerate(model.transformer.h) if hasattr(block.attn, "ve_gate")] == expected["ve_layers"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Parts by hand
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_rotary_embedding_is_multiplication_by_complex_numbers():
+    model = GPT(CONFIG)
+    x = torch.randn(2, 16, 3, 10)
+    y = train.apply_rotary_emb(x, model.cos, model.sin)
+    assert_close(y, np.stack([rotate_by_hand(row) for row in x.double().numpy()]))
+
+
+@pytest.mark.parametrize("window", [0, 3, 16])
+@pytest.mark.parametrize("layer", [1, 2])  # without and with a value embedding
+def test_attention_layer_is_its_definition_written_out(layer, window):
+    attn = CausalSelfAttention(CONFIG, layer)
+    T, H, H_kv, D = 9, 4, 2, 10
+    model = GPT(CONFIG)
+    x, ve = torch.randn(1, T, 40), torch.randn(1, T, H_kv * D) if layer == 2 else None
+    found = attn(x, ve, model.cos[:, :T], model.sin[:, :T], window)
+
+    weights = {name: p.detach().double().numpy() for name, p in attn.named_parameters()}
+    inputs = x[0].double().numpy()
+    q, k, v = (np.stack([weights[f"c_{name}.weight"] @ row for row in inputs]).reshape(T, -1, D) for name in "qkv")
+    if ve is not None:
+        gate = 2 / (1 + np.exp(-inputs[:, :32] @ weights["ve_gate.weight"].T))  # (T, H_kv)
+        v = v + gate[:, :, None] * ve[0].double().numpy().reshape(T, H_kv, D)
+    q, k = rms_norm_by_hand(rotate_by_hand(q)), rms_norm_by_hand(rotate_by_hand(k))
+    y = np.zeros((T, H, D))
+    for t in range(T):
+        for h in range(H):
+            seen = [s for s in range(T) if t - window <= s <= t]
+            scores = np.array([q[t, h] @ k[s, h // 2] for s in seen]) / math.sqrt(D)
+            shares = np.exp(scores) / np.exp(scores).sum()
+            y[t, h] = sum(share * v[s, h // 2] for share, s in zip(shares, seen, strict=True))
+    assert_close(found[0].detach(), y.reshape(T, -1) @ weights["c_proj.weight"].T)
+
+
+def test_mlp_squares_the_relu():
+    mlp = train.MLP(CONFIG)
+    x = torch.randn(5, 40)
+    hidden = np.maximum(x.double().numpy() @ mlp.c_fc.weight.detach().double().numpy().T, 0) ** 2
+    assert hidden.shape == (5, 160)
+    assert_close(mlp(x).detach(), hidden @ mlp.c_proj.weight.detach().double().numpy().T)
+
+
+def test_norm_divides_by_the_root_of_the_mean_square():
+    x = torch.randn(3, 7) * torch.tensor([[1.0], [100.0], [1e-5]])
+    assert_close(norm(x), rms_norm_by_hand(x.double().numpy()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norm_keeps_its_inputs_dtype_where_autocast_would_not(monkeypatch, dtype):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert norm(torch.randn(4, 8).to(dtype)).dtype == dtype
+    rms_norm = F.rms_norm
+    monkeypatch.setattr(F, "rms_norm", lambda x, shape: rms_norm(x.float(), shape))  # as in newer torch
+    assert norm(torch.randn(4, 8).to(dtype)).dtype == dtype
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The whole model
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", [0, 7, 15])
+def test_a_token_changes_only_its_own_and_later_logits(position):
+    model = random_model()
+    idx = torch.randint(50, (2, 16))
+    changed = idx.clone()
+    changed[:, position] = (changed[:, position] + 1) % 50
+    moved = (model(changed) - model(idx)).abs().amax(dim=(0, 2))  # (T,)
+    assert (moved[:position] == 0).all() and moved[position] > 1e-3
+    assert (moved[position:] > 0).all()  # the last layer is full
+
+
+def test_rows_of_a_batch_do_not_mix_and_short_inputs_are_prefixes():
+    model = random_model()
+    idx = torch.randint(50, (3, 16))
+    assert_close(model(idx)[1:2], model(idx[1:2]))
+    assert_close(model(idx)[:, :5], model(idx[:, :5]))
+
+
+def test_each_layer_reads_a_scaled_sum_of_the_residual_stream_and_the_embedding():
+    model = random_model()
+    calls = []
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda block, inputs, output: calls.append((inputs[0], output)))
+    idx = torch.randint(50, (2, 16))
+    model(idx)
+    stream = x0 = norm(model.transformer.wte.weight[idx])
+    for i, (found, output) in enumerate(calls):
+        assert_close(found, model.resid_lambdas[i] * stream + model.x0_lambdas[i] * x0)
+        stream = output
+    assert len(calls) == 3
+
+
+def test_logits_are_capped_softly_at_15_and_float32():
+    model = random_model()
+    idx = torch.randint(50, (2, 16))
+    small = model(idx)
+    raw = 15 * torch.atanh(small.double() / 15)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    large = model(idx)
+    assert large.dtype == torch.float32 and 14.5 < large.abs().max() <= 15
+    assert_close(large, 15 * torch.tanh(20 * raw / 15), relative=1e-4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(idx).dtype == torch.float32
+
+
+def test_loss_is_the_mean_surprise_over_targets_that_are_not_minus_one():
+    model = random_model()
+    idx, targets = torch.randint(50, (2, 16)), torch.randint(50, (2, 16))
+    targets[0, :10] = -1
+    surprise = [-F.log_softmax(model(idx).double()[b, t], dim=0)[targets[b, t]].item()
+                for b in range(2) for t in range(16) if targets[b, t] >= 0]
+    assert len(surprise) == 22
+    assert model(idx, targets).item() == pytest.approx(np.mean(surprise), rel=1e-5)
+    losses = model(idx, targets, reduction="none")
+    assert losses.shape == (32,) and (losses[:10] == 0).all()
+    assert losses[10:].tolist() == pytest.approx(surprise, rel=1e-4)
+
+
+def test_initialization_has_the_specified_spreads_and_zeros():
+    config = dataclasses.replace(CONFIG, n_embd=160, vocab_size=300)
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(torch.nan)  # so that a forgotten tensor shows
+    model.init_weights()
+    weights = dict(model.named_parameters())
+    for name, weight in weights.items():
+        assert weight.dtype == torch.float32
+        if name.endswith(("c_proj.weight", "ve_gate.weight")):
+            assert (weight == 0).all(), name
+        elif name == "resid_lambdas":
+            assert weight.tolist() == [1.0] * 3
+        elif name == "x0_lambdas":
+            assert weight.tolist() == pytest.approx([0.1] * 3)
+        elif name in ("transformer.wte.weight", "lm_head.weight"):
+            std = 1 if "wte" in name else 0.001
+            assert weight.std().item() == pytest.approx(std, rel=0.03)
+            assert weight.abs().max() > 3 * std  # normal, not uniform
+        else:
+            bound = math.sqrt(3 / 160)
+            assert weight.std().item() == pytest.approx(160**-0.5, rel=0.03), name
+            assert 0.99 * bound < weight.abs().max() <= bound, name
+    assert_close(model.cos[0, :, 0], np.cos(np.outer(np.arange(16), 10000.0 ** (-np.arange(0, 40, 2) / 40))))
+    assert_close(model.sin[0, :, 0], np.sin(np.outer(np.arange(16), 10000.0 ** (-np.arange(0, 40, 2) / 40))))
+    assert torch.isfinite(model(torch.randint(300, (1, 16)))).all()
+
+
+def test_parameters_have_the_names_that_checkpoints_rely_on():
+    names = {"transformer.wte.weight", "lm_head.weight", "resid_lambdas", "x0_lambdas"}
+    names |= {f"value_embeds.{i}.weight" for i in (0, 2)}
+    for i in range(3):
+        names |= {f"transformer.h.{i}.attn.c_{c}.weight" for c in ("q", "k", "v", "proj")}
+        names |= {f"transformer.h.{i}.mlp.c_{c}.weight" for c in ("fc", "proj")}
+        names |= {f"transformer.h.{i}.attn.ve_gate.weight"} if i != 1 else set()
+    assert set(GPT(CONFIG).state_dict()) == names
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Configuration
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern, windows", [
+    ("SSSL", [8, 8, 8, 16, 8, 16]), ("sL", [8, 16, 8, 16, 8, 16]), ("l", [16] * 6), ("S", [8, 8, 8, 8, 8, 16]),
+    ("LLLLLLS", [16] * 6),
+])
+def test_window_pattern_repeats_and_the_last_layer_is_full(pattern, windows):
+    config = dataclasses.replace(CONFIG, n_layer=6, window_pattern=pattern)
+    assert GPT(config).window_sizes == [(window, 0) for window in windows]
+
+
+@pytest.mark.parametrize("pattern", ["SXL", "", "S L", "SSSL\n"])
+def test_other_window_letters_are_refused_with_the_pattern(pattern):
+    with pytest.raises(ValueError, match="window pattern") as error:
+        GPT(dataclasses.replace(CONFIG, window_pattern=pattern))
+    assert repr(pattern) in str(error.value)
+
+
+@pytest.mark.parametrize("changes", [{"n_embd": 42}, {"n_kv_head": 3}, {"n_embd": 36}])
+def test_heads_that_do_not_divide_the_width_are_refused(changes):
+    with pytest.raises(ValueError, match=f"n_embd = {changes.get('n_embd', 40)}"):
+        GPT(dataclasses.replace(CONFIG, **changes))
+
+
+def test_width_is_rounded_up_to_whole_heads_and_the_context_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(prepare, "MAX_SEQ_LEN", 64)
+    monkeypatch.setattr(train, "ASPECT_RATIO", 50)
+    monkeypatch.setattr(train, "HEAD_DIM", 64)
+    config = train.build_model_config(3, vocab_size=99)
+    assert (config.n_embd, config.n_head, config.n_kv_head) == (192, 3, 3)
+    assert (config.sequence_len, config.vocab_size, config.n_layer, config.window_pattern) == (64, 99, 3, "SSSL")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# On a GPU
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_model_on_cuda_keeps_embeddings_in_bf16_and_gives_the_cpus_loss():
+    config = GPTConfig(sequence_len=256, vocab_size=512, n_layer=3, n_head=4, n_kv_head=2, n_embd=256,
+                       window_pattern="SSSL")
+    reference = random_model(config)
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device="cuda")
+    model.init_weights()
+    bf16 = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+    assert bf16 == {"transformer.wte.weight", "value_embeds.0.weight", "value_embeds.2.weight"}
+    assert {p.dtype for name, p in model.named_parameters() if name not in bf16} == {torch.float32}
+    assert model.cos.dtype == model.sin.dtype == torch.bfloat16
+
+    model.load_state_dict(reference.state_dict())
+    reference.load_state_dict(model.state_dict())  # the same rounded embeddings on both
+    idx, targets = torch.randint(512, (2, 256)), torch.randint(512, (2, 256))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(idx.cuda(), targets.cuda())
+        compiled_loss = torch.compile(model, dynamic=False)(idx.cuda(), targets.cuda())
+    expected = reference(idx, targets).item()
+    assert loss.item() == pytest.approx(expected, abs=0.02)
+    assert compiled_loss.item() == pytest.approx(expected, abs=0.02)
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
