@@ -200,6 +200,8 @@ def load_attention(device):
 
 @dataclass
 class GPTConfig:
+    """The shape of the model; `build_model_config` derives it from DEPTH."""
+
     sequence_len: int
     vocab_size: int
     n_layer: int
@@ -254,6 +256,8 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Squared ReLU (Primer, https://arxiv.org/abs/2109.08668) between two matrices."""
+
     def __init__(self, config):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
@@ -264,6 +268,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and MLP, each on the normed residual stream and added to it. (B, T, C) to (B, T, C)."""
+
     def __init__(self, config, layer_idx):
         super().__init__()
         self.attn = CausalSelfAttention(config, layer_idx)
@@ -594,6 +600,7 @@ def sentence_on_error():
 
 
 def main():
+    """The run from data to summary. Exits with a sentence, or FAIL in the log, where there can be no score."""
     start_time = time.perf_counter()
     sys.stdout.reconfigure(line_buffering=True)  # run.log is read while it grows
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

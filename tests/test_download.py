@@ -509,7 +509,7 @@ def test_the_defaults_are_ten_shards(hub, run):
 
 
 def tiny_corpus():
-    return {path.name: path.read_bytes() for path in (TESTS / "corpus").iterdir()}
+    return {path.name: path.read_bytes() for path in (TESTS / "corpus").glob("*.parquet")}
 
 
 def test_two_processes_preparing_at_once_in_an_empty_home_both_get_ready(hub, tmp_path):
