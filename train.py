@@ -285,9 +285,11 @@ class GPT(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        if config.n_embd % config.n_head or config.n_head % config.n_kv_head or config.n_embd // config.n_head % 2:
-            raise prepare.UserError(f"n_embd = {config.n_embd} must be n_head = {config.n_head} times an even number,"
-                                    f" and n_head a multiple of n_kv_head = {config.n_kv_head}")
+        if (min(config.n_layer, config.n_head, config.n_kv_head) < 1 or config.n_embd % (2 * config.n_head)
+                or config.n_head % config.n_kv_head):
+            raise prepare.UserError(f"the model must have layers and heads, n_embd = {config.n_embd} an even number for"
+                                    f" each of n_head = {config.n_head}, and n_head be a multiple of n_kv_head ="
+                                    f" {config.n_kv_head}; change DEPTH or HEAD_DIM in train.py")
         self.config = config
         self.window_sizes = self._compute_window_sizes(config)
         self.transformer = nn.ModuleDict({
@@ -492,7 +494,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group):
         if param_group["kind"] not in ("adamw", "muon"):
-            raise ValueError(f'an optimizer group is of kind {param_group["kind"]!r}, but must be "adamw" or "muon"')
+            raise prepare.UserError(f'an optimizer group has kind {param_group["kind"]!r}, not "adamw" or "muon"')
         param_group["initial_lr"] = param_group["lr"]
         super().add_param_group(param_group)
 
@@ -591,7 +593,7 @@ def use_toy_scale():
 
 
 @contextlib.contextmanager
-def sentence_on_error():
+def mistakes_as_sentences():
     """A user's mistake ends the script with its sentence; other errors are bugs, and keep their traceback."""
     try:
         yield
@@ -599,6 +601,7 @@ def sentence_on_error():
         raise SystemExit(str(error)) from None
 
 
+@mistakes_as_sentences()
 def main():
     """The run from data to summary. Exits with a sentence, or FAIL in the log, where there can be no score."""
     start_time = time.perf_counter()
@@ -607,9 +610,8 @@ def main():
     on_cuda = device.type == "cuda"
     if not on_cuda:
         use_toy_scale()
-    with sentence_on_error():
-        prepare.check_data()
-        tokenizer = prepare.Tokenizer.from_directory()
+    prepare.check_data()
+    tokenizer = prepare.Tokenizer.from_directory()
     vocab_size = tokenizer.get_vocab_size()
     print(f"vocabulary: {vocab_size:,} ids")
     print(f"attention: {load_attention(device)}")
@@ -622,7 +624,7 @@ def main():
     config = build_model_config(DEPTH, vocab_size)
     print(f"model: {asdict(config)}")
     # not by way of the meta device: that unties tied weights, and what init_weights does not know would stay unset
-    with sentence_on_error(), torch.device(device):
+    with torch.device(device):
         model = GPT(config)
     torch.manual_seed(SEED)  # again, so that the weights do not depend on what the modules drew
     model.init_weights()
@@ -630,15 +632,14 @@ def main():
     print("parameters: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
     print(f"FLOPs per token: {flops_per_token:e}")
 
-    tokens_per_micro_step = DEVICE_BATCH_SIZE * prepare.MAX_SEQ_LEN
-    grad_accum_steps, remainder = divmod(TOTAL_BATCH_SIZE, tokens_per_micro_step)
-    if remainder or grad_accum_steps < 1:
-        valid = max(1, grad_accum_steps) * tokens_per_micro_step
-        raise SystemExit(f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} is not a multiple of DEVICE_BATCH_SIZE * MAX_SEQ_LEN ="
-                         f" {DEVICE_BATCH_SIZE} * {prepare.MAX_SEQ_LEN} = {tokens_per_micro_step}; change one of the"
-                         f" batch sizes in train.py, for example TOTAL_BATCH_SIZE = {valid}")
-    with sentence_on_error():
-        optimizer = model.setup_optimizer(UNEMBEDDING_LR, EMBEDDING_LR, MATRIX_LR, WEIGHT_DECAY, ADAM_BETAS, SCALAR_LR)
+    T, rows = prepare.MAX_SEQ_LEN, max(1, DEVICE_BATCH_SIZE)
+    grad_accum_steps = max(1, TOTAL_BATCH_SIZE // (rows * T))
+    if TOTAL_BATCH_SIZE != grad_accum_steps * DEVICE_BATCH_SIZE * T:
+        raise prepare.UserError(
+            f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} is not a multiple of DEVICE_BATCH_SIZE * MAX_SEQ_LEN ="
+            f" {DEVICE_BATCH_SIZE} * {T} = {DEVICE_BATCH_SIZE * T}; change one of the two in train.py, for example to"
+            f" DEVICE_BATCH_SIZE = {rows}, TOTAL_BATCH_SIZE = {grad_accum_steps * rows * T}")
+    optimizer = model.setup_optimizer(UNEMBEDDING_LR, EMBEDDING_LR, MATRIX_LR, WEIGHT_DECAY, ADAM_BETAS, SCALAR_LR)
     names = {p: name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
         first, *others = group["params"]
@@ -647,7 +648,7 @@ def main():
     if on_cuda:
         torch._dynamo.config.recompile_limit = 64  # the optimizer compiles once a shape, and an edit may add shapes
         model = torch.compile(model, dynamic=False)
-    train_loader = prepare.make_dataloader(tokenizer, DEVICE_BATCH_SIZE, prepare.MAX_SEQ_LEN, "train")
+    train_loader = prepare.make_dataloader(tokenizer, DEVICE_BATCH_SIZE, T, "train")
     x, y, epoch = next(train_loader)
     print(f"time budget: {prepare.TIME_BUDGET} s, {grad_accum_steps} micro-batches a step")
 
@@ -704,7 +705,7 @@ def main():
             break
 
     train_loader.close()
-    with sentence_on_error(), autocast:
+    with autocast:
         val_bpb = prepare.evaluate_bpb(model, tokenizer, DEVICE_BATCH_SIZE)
     charged_flops = flops_per_token * TOTAL_BATCH_SIZE * (step - UNTIMED_STEPS)
     peak_memory = torch.cuda.max_memory_allocated() if on_cuda else 0

@@ -217,6 +217,21 @@ def last_but_one_sees_the_last(model, x, logits):
     return logits
 
 
+def from_odd_places_only(model, x, logits):
+    odd = torch.arange(x.size(1)) % 2 == 1
+    return torch.where(odd[:, None], sees_ahead(1)(model, x, logits), logits)
+
+
+def behind_a_large_offset(model, x, logits):
+    return sees_ahead(1)(model, x, logits) + 1e4 * (x % 97)[..., None]  # softmax ignores the offset
+
+
+def behind_a_large_special_logit(model, x, logits):
+    logits = sees_ahead(1)(model, x, logits)
+    logits[..., -1] = -1e8 * (1 + x % 97)
+    return logits
+
+
 def knows_the_next_token(model, x, logits):
     return 50.0 * torch.nn.functional.one_hot(x.roll(-1, dims=1), VOCAB).float()
 
@@ -225,7 +240,8 @@ CHEATS = {
     "next": sees_ahead(1), "two": sees_ahead(2), "far": sees_ahead(50), "farther": sees_ahead(100),
     "faintly": sees_ahead(1, share=0.05), "whole row": lambda model, x, logits: logits + logits.mean(1, keepdim=True),
     **{f"blocks of {size}": mixes_blocks(size) for size in (2, 3, 5, 32, 64)},
-    "end": last_but_one_sees_the_last, "perfectly": knows_the_next_token,
+    "end": last_but_one_sees_the_last, "perfectly": knows_the_next_token, "odd": from_odd_places_only,
+    "offset": behind_a_large_offset, "special": behind_a_large_special_logit,
 }
 
 

@@ -316,15 +316,15 @@ def sentence(error):
     return error.value.code
 
 
-@pytest.mark.parametrize("total, rows", [(5000, 8), (1000, 8), (2**12, 3)])
+@pytest.mark.parametrize("total, rows", [(5000, 8), (1000, 8), (2**12, 3), (2**12, 0), (0, 8), (-4096, -8)])
 def test_batch_sizes_that_do_not_divide_are_refused_with_a_valid_choice(toy, total, rows):
     toy(train, TOTAL_BATCH_SIZE=total, DEVICE_BATCH_SIZE=rows)
     with pytest.raises(SystemExit) as error:
         train.main()
     message = sentence(error).replace(",", "")
     assert f" {total} " in message and f" {rows * 256};" in message
-    suggestion = int(re.search(r"TOTAL_BATCH_SIZE = (\d+)\D*$", message)[1])
-    assert suggestion > 0 and suggestion % (rows * 256) == 0
+    device, suggestion = map(int, re.search(r"DEVICE_BATCH_SIZE = (\d+) TOTAL_BATCH_SIZE = (\d+)$", message).groups())
+    assert device > 0 and suggestion > 0 and suggestion % (device * 256) == 0
 
 
 def test_a_wrong_window_letter_is_refused_in_a_sentence(toy, monkeypatch):
@@ -332,6 +332,24 @@ def test_a_wrong_window_letter_is_refused_in_a_sentence(toy, monkeypatch):
     with pytest.raises(SystemExit) as error:
         train.main()
     assert "SXL" in sentence(error) and "WINDOW_PATTERN" in sentence(error)
+
+
+def test_a_model_without_layers_is_refused_in_a_sentence(toy):
+    toy(train, DEPTH=0)
+    with pytest.raises(SystemExit) as error:
+        train.main()
+    assert "DEPTH" in sentence(error)
+
+
+def test_a_shard_damaged_inside_ends_the_run_in_a_sentence(toy, monkeypatch):
+    def read(path):
+        yield ["a document"] * 2000
+        raise prepare.UserError(f"{path} is damaged")
+
+    monkeypatch.setattr(prepare, "read_row_groups", read)
+    with pytest.raises(SystemExit) as error:
+        train.main()
+    assert "is damaged" in sentence(error)
 
 
 def test_a_forgotten_parameter_is_refused_in_a_sentence(toy, monkeypatch):

@@ -221,6 +221,12 @@ def test_too_little_text_is_an_error_that_says_so():
     assert os.listdir(prepare.TOKENIZER_DIR) == []
 
 
+def test_a_vocabulary_that_cannot_hold_every_byte_is_an_error_that_says_so(monkeypatch):
+    monkeypatch.setattr(prepare, "VOCAB_SIZE", 256)
+    with pytest.raises(ValueError, match="VOCAB_SIZE = 256"):
+        prepare.train_tokenizer()
+
+
 def test_a_tokenizer_that_loses_text_is_not_saved(small):
     before = {path.name: path.read_bytes() for path in Path(prepare.TOKENIZER_DIR).iterdir()}
     prepare.SPLIT_PATTERN = r"\p{L}+"  # what it does not match is lost
