@@ -366,27 +366,24 @@ class GPT(nn.Module):
     def setup_optimizer(self, unembedding_lr, embedding_lr, matrix_lr, weight_decay, adam_betas, scalar_lr):
         """MuonAdamW over all trainable parameters. Raises ValueError that names the ones that no group holds."""
         scale = (self.config.n_embd / 768) ** -0.5  # the AdamW rates of matrices were tuned at width 768
-        taken, groups = set(self.transformer.wte.parameters()), []  # a parameter that wte shares stays with wte
+        wte, blocks = list(self.transformer.wte.parameters()), list(self.transformer.h.parameters())
+        taken, groups = set(), []
 
         def add(params, kind, lr, **options):
-            params = list(params)
+            params = [p for p in params if p.requires_grad and p not in taken]
             taken.update(params)
             if params:
                 groups.append(dict(params=params, kind=kind, lr=lr, **options))
 
-        def new(params):
-            return [p for p in params if p.requires_grad and p not in taken]
-
         adam = dict(kind="adamw", betas=adam_betas, eps=1e-10, weight_decay=0.0)
-        add(new(self.lm_head.parameters()), lr=unembedding_lr * scale, **adam)
-        add([p for p in self.transformer.wte.parameters() if p.requires_grad], lr=embedding_lr * scale, **adam)
-        add(new(self.value_embeds.parameters()), lr=embedding_lr * scale, **adam)
-        add(new([self.resid_lambdas]), lr=scalar_lr * 0.01, **adam)  # they act on every layer above: step with care
-        add(new([self.x0_lambdas]), lr=scalar_lr, **adam | {"betas": (0.96, 0.95)})
-        inside = new(self.transformer.h.parameters())
-        add([p for p in inside if p.ndim != 2], lr=scalar_lr * 0.01, **adam)
-        for shape in sorted({p.shape for p in inside if p.ndim == 2}):  # stacked, one update for all of a shape
-            add([p for p in inside if p.shape == shape], kind="muon", lr=matrix_lr, momentum=0.95, ns_steps=5,
+        add((p for p in self.lm_head.parameters() if p not in set(wte)), lr=unembedding_lr * scale, **adam)
+        add(wte, lr=embedding_lr * scale, **adam)  # what others share with it stays here
+        add(self.value_embeds.parameters(), lr=embedding_lr * scale, **adam)
+        add([self.resid_lambdas], lr=scalar_lr * 0.01, **adam)  # they act on every layer above: step with care
+        add([self.x0_lambdas], lr=scalar_lr, **adam | {"betas": (0.96, 0.95)})
+        add((p for p in blocks if p.ndim != 2), lr=scalar_lr * 0.01, **adam)
+        for shape in sorted({p.shape for p in blocks if p.ndim == 2}):  # stacked, one update for all of a shape
+            add((p for p in blocks if p.shape == shape), kind="muon", lr=matrix_lr, momentum=0.95, ns_steps=5,
                 beta2=0.95, weight_decay=weight_decay)
         forgotten = [name for name, p in self.named_parameters() if p.requires_grad and p not in taken]
         if forgotten:
