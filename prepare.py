@@ -433,7 +433,8 @@ def train_tokenizer():
                         f" VOCAB_SIZE asks for {num_ids:,}; use more text or a smaller vocabulary")
     enc = tiktoken.Encoding(**encoding_state(mergeable_ranks))
     sample = "Hello, world! It's 2026: naïve café, 你好, Привет, مرحبا, 🙂 <|reserved_0|>\n\n\tend"
-    assert enc.decode(enc.encode_ordinary(sample)) == sample, "the tokenizer does not give back what it encoded"
+    if enc.decode(enc.encode_ordinary(sample)) != sample:
+        raise UserError("the tokenizer does not give back the text that it encoded; SPLIT_PATTERN must match any text")
     with atomic_write(os.path.join(TOKENIZER_DIR, "tokenizer.pkl")) as file:
         pickle.dump(enc, file)
     with atomic_write(os.path.join(TOKENIZER_DIR, "token_bytes.pt")) as file:

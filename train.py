@@ -76,15 +76,16 @@ def masked_attention(q, k, v, window):
 
 
 attention = masked_attention  # what the model calls; load_attention replaces it by a faster one
-# Flash's own SDPA kernel is slower than cuDNN's from Hopper on
+# From Hopper on, SDPA's flash kernel is slower than cuDNN's
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def window_block_mask(window, T, device, block=128):
+def window_block_mask(window, T, device):
     """FlexAttention's mask for a causal window: which blocks of keys each block of queries needs, in part or whole.
 
     In closed form, since `create_block_mask` with a window of its own breaks the graph of a compiled model.
     """
+    block = 128  # places, of queries and of keys
     index = torch.arange(-(-T // block), device=device)
     distance = block * (index[:, None] - index[None, :])  # of a query from a key, at equal places in their blocks
     nearest, farthest = distance - (block - 1), distance + (block - 1)
@@ -317,10 +318,10 @@ class GPT(nn.Module):
         sizes = [(width[pattern[i % len(pattern)]], 0) for i in range(config.n_layer)]
         return sizes[:-1] + [(width["L"], 0)]
 
-    def _compute_rotary(self, device, base=10000):
+    def _compute_rotary(self, device):
         """cos and sin of the rotary embedding, (1, T, 1, D/2) each; bf16 on CUDA, like the q and k that they turn."""
         head_dim = self.config.n_embd // self.config.n_head
-        frequency = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        frequency = 10000 ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
         angle = torch.outer(torch.arange(self.config.sequence_len, dtype=torch.float32, device=device), frequency)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         return tuple(table.to(dtype)[None, :, None, :] for table in (angle.cos(), angle.sin()))
