@@ -76,7 +76,7 @@ def masked_attention(q, k, v, window):
 
 
 attention = masked_attention  # what the model calls; load_attention replaces it by a faster one
-# From Hopper on, SDPA's flash kernel is slower than cuDNN's
+sdpa_settings = contextlib.ExitStack()  # of the whole process: inside a model they would keep it from the compile cache
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -107,9 +107,7 @@ def torch_attention(q, k, v, window):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
     gqa = q.size(1) != k.size(1)
     if window >= T - 1:
-        hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
-        with sdpa_kernel(CUDNN_FIRST, set_priority=True) if hopper else contextlib.nullcontext():
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
     else:
         y = flex_attention(q, k, v, block_mask=window_block_mask(window, T, q.device), enable_gqa=gqa)
     return y.transpose(1, 2)
@@ -179,8 +177,11 @@ def load_attention(device):
     if device.type != "cuda":
         return "masked SDPA"
     repos = [("kernels-community/flash-attn3", "v1")]  # the branch, since version=1 is not found again offline
-    if torch.cuda.get_device_capability(device) == (9, 0):
+    capability = torch.cuda.get_device_capability(device)
+    if capability == (9, 0):
         repos.insert(0, ("varunneal/flash-attention-3", "main"))
+    if capability >= (9, 0):  # from Hopper on, SDPA's flash kernel is slower than cuDNN's
+        sdpa_settings.enter_context(sdpa_kernel(CUDNN_FIRST, set_priority=True))
     candidates = [(repo, functools.partial(load_hub_attention, repo, revision)) for repo, revision in repos]
     candidates.append(("FlexAttention and SDPA", lambda: torch.compile(torch_attention, dynamic=False)))
     for name, load in candidates:

@@ -52,6 +52,7 @@ def save_state():
             vars(module).update(values)
         torch.set_float32_matmul_precision(precision)
         torch._dynamo.config.recompile_limit = recompile_limit
+        train.sdpa_settings.close()
         gc.unfreeze()
         gc.enable()
 

@@ -12,6 +12,7 @@ import types
 import pytest
 import requests
 import torch
+from torch.nn.attention import SDPBackend
 
 import train
 from train import check_attention, load_attention, masked_attention, torch_attention
@@ -54,8 +55,7 @@ def test_a_query_sees_itself_and_the_window_before_it(window, heads):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize("T, window", [(70, 0), (70, 5), (70, 68), (70, 69), (70, 200), (300, 128), (300, 298)])
-def test_pytorchs_own_kernels_compute_the_definition(monkeypatch, T, window, heads):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+def test_pytorchs_own_kernels_compute_the_definition(T, window, heads):
     inputs = random_qkv(T, *heads)  # without gradients: on the CPU of newer torch FlexAttention has none
     torch.testing.assert_close(torch_attention(*inputs, window), masked_attention(*inputs, window))
 
@@ -195,6 +195,15 @@ def test_other_gpus_start_with_the_community_kernel(hub, capability):
     hub.capability = capability
     assert COMMUNITY[0] in load_attention(GPU)
     assert hub.calls == [(*COMMUNITY, True), (*COMMUNITY, False)]
+
+
+@pytest.mark.parametrize("capability, first", [((8, 0), False), ((9, 0), True), ((10, 0), True)])
+def test_from_hopper_on_sdpa_tries_cudnn_first(hub, capability, first):
+    hub.capability = capability
+    before = torch._C._get_sdp_priority_order()
+    load_attention(GPU)
+    after = torch._C._get_sdp_priority_order()
+    assert after[0] == int(SDPBackend.CUDNN_ATTENTION) if first else after == before
 
 
 @pytest.mark.parametrize("broken", [no_window, wrong_gradient, nan, ImportError("undefined symbol\nand more")])

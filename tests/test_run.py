@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import save_state
+from torch._dynamo.utils import counters
 
 import prepare
 import train
@@ -445,13 +446,25 @@ def test_ctrl_c_ends_a_run_with_130_and_no_traceback(toy_home, tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_run_on_cuda_trains_and_prints_the_summary(toy_home, capsys, monkeypatch):
+def test_a_run_on_cuda_compiles_each_graph_once_for_this_run_and_the_next(toy_home, capsys, monkeypatch):
+    evaluate_bpb, graphs = prepare.evaluate_bpb, []
+
+    def count_graphs(*args):
+        graphs.append(counters["stats"]["unique_graphs"])
+        val_bpb = evaluate_bpb(*args)
+        graphs.append(counters["stats"]["unique_graphs"])
+        return val_bpb
+
+    monkeypatch.setattr(prepare, "evaluate_bpb", count_graphs)
     monkeypatch.setenv("HOME", str(toy_home))
     prepare.use_toy_scale()
     prepare.TIME_BUDGET, prepare.EVAL_TOKENS = 3, 50 * 256
     train.DEPTH, train.TOTAL_BATCH_SIZE, train.DEVICE_BATCH_SIZE = 4, 2**13, 16
     torch._dynamo.reset()
+    counters.clear()
     train.main()
+    assert graphs[1] - graphs[0] == 1  # without gradients it is another graph, but always the same
+    assert counters["aot_autograd"]["autograd_cache_bypass"] == 0  # the compile cache takes them all
     output = capsys.readouterr().out
     summary = SUMMARY.search(output)
     assert summary and "TOY" not in output, output
