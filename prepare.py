@@ -75,7 +75,7 @@ SPLIT_PATTERN = (
 )
 
 CHUNK_DOCS = 128        # documents that enter the loader's buffer together: part of the definition of the stream
-ENCODE_THREADS = 8
+ENCODE_THREADS = min(8, os.cpu_count() or 1)  # more than there are cores slow each other down
 BATCHES_AHEAD = 4       # batches packed before the GPU asks for them
 SCORE_CHUNK = 2**27     # logits scored at a time: bounds the memory of the metric
 

@@ -1,12 +1,15 @@
 """The data loader: golden hashes, a naive scan written from the definition of the stream, errors, and its threads."""
 
+import gc
 import hashlib
 import itertools
 import json
 import os
 import random
 import signal
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -61,15 +64,15 @@ def take(count, tokenizer, *args, **kwargs):
         loader.close()
 
 
-def naive_batches(tokenizer, shards, B, T, buffer_size, across_row_groups=False):
+def naive_batches(tokenizer, shards, B, T, buffer_size, threads=1, across_row_groups=False):
     """The stream by its definition, slowly. `shards` are lists of row groups, which are lists of documents."""
     def chunks():
         for epoch in itertools.count(1):
             for row_groups in shards:
                 for group in ([sum(row_groups, [])] if across_row_groups else row_groups):
                     for start in range(0, len(group), 128):
-                        yield [tokenizer.encode(text or "", prepend=tokenizer.get_bos_token_id())
-                               for text in group[start:start + 128]], epoch
+                        texts = [text or "" for text in group[start:start + 128]]
+                        yield tokenizer.encode(texts, tokenizer.get_bos_token_id(), num_threads=threads), epoch
 
     source, buffer = chunks(), []
     while True:
@@ -80,13 +83,13 @@ def naive_batches(tokenizer, shards, B, T, buffer_size, across_row_groups=False)
                 while len(buffer) < buffer_size:
                     documents, epoch = next(source)
                     buffer += documents
-                best = None
+                best, longest, room = None, 0, T + 1 - len(row)
                 for i, document in enumerate(buffer):
-                    if len(document) <= T + 1 - len(row) and (best is None or len(document) > len(buffer[best])):
-                        best = i
+                    if longest < len(document) <= room:
+                        best, longest = i, len(document)
                 if best is None:
                     best = min(range(len(buffer)), key=lambda i: len(buffer[i]))  # the first of equals
-                row += buffer.pop(best)[:T + 1 - len(row)]
+                row += buffer.pop(best)[:room]
             rows.append(row)
         yield [row[:-1] for row in rows], [row[1:] for row in rows], epoch
 
@@ -338,3 +341,98 @@ def test_batches_are_made_ahead_of_the_consumer(tiny, monkeypatch):
     next(loader)
     assert drawn.acquire(timeout=10) and drawn.acquire(timeout=10)  # the second without being asked for
     loader.close()
+
+
+def test_a_slow_consumer_lets_batches_wait_but_not_pile_up(tiny, monkeypatch):
+    made, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: made.append(1) or empty(*args, **kwargs))
+    expected = take(12, tiny, 2, 64, "train")
+    made.clear()
+    loader = prepare.make_dataloader(tiny, 2, 64, "train")
+    for (inputs, targets, _), drawn in zip(loader, range(1, 13), strict=False):
+        assert torch.equal(inputs, expected[drawn - 1][0]) and torch.equal(targets, expected[drawn - 1][1])
+        time.sleep(0.05)
+        assert len(made) <= drawn + prepare.BATCHES_AHEAD + 2  # one is being packed, one waits for its place
+    assert len(made) >= 12 + prepare.BATCHES_AHEAD
+    loader.close()
+
+
+def test_a_slow_source_makes_the_consumer_wait_and_changes_nothing(tiny, monkeypatch):
+    expected = take(12, tiny, 4, 512, "train", buffer_size=50)
+    read_chunks = prepare.read_chunks
+
+    def slowly(paths):
+        for chunk in read_chunks(paths):
+            time.sleep(0.03)
+            yield chunk
+
+    monkeypatch.setattr(prepare, "read_chunks", slowly)
+    for batch, other in zip(take(12, tiny, 4, 512, "train", buffer_size=50), expected, strict=True):
+        assert torch.equal(batch[0], other[0]) and torch.equal(batch[1], other[1]) and batch[2] == other[2]
+
+
+def test_memory_stays_flat_without_the_garbage_collector(tiny):
+    def resident_bytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    if not os.path.exists("/proc/self/statm"):
+        pytest.skip("needs /proc")
+    gc.collect()
+    gc.disable()  # as train.py does
+    loader = prepare.make_dataloader(tiny, 8, 256, "train", buffer_size=100)
+    for _ in itertools.islice(loader, 500):
+        pass
+    before = resident_bytes()
+    for _ in itertools.islice(loader, 2000):  # 32 kB each, 64 MB in all
+        pass
+    grown = resident_bytes() - before
+    loader.close()
+    assert grown < 2**24
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The benchmark
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(tiny, monkeypatch):
+    """Runs the benchmark on the tiny corpus; returns its function main."""
+    import bench_loader
+
+    options = "--batch-size 2 --seq-len 64 --buffer-size 50 --threads 1 2 --batches 12 --rounds 1".split()
+    monkeypatch.setattr(sys, "argv", ["bench_loader.py", "--data", prepare.DATA_DIR, *options])
+    return bench_loader.main
+
+
+def test_the_benchmark_prints_a_line_for_the_naive_loader_and_each_number_of_threads(bench, capsys):
+    bench()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [line[0] for line in lines] == ["naive", "make_dataloader", "make_dataloader"]
+    assert [int(line[1]) for line in lines[1:]] == [1, 2]
+    assert all(float(line[2].replace(",", "")) > 0 for line in lines)
+    assert len({line[-1] for line in lines}) == 1
+
+
+def test_the_benchmark_refuses_to_compare_different_streams(bench, monkeypatch):
+    monkeypatch.setattr(prepare, "take_best_fit", lambda docs, room: docs.pop())  # not the first of equals
+    with pytest.raises(SystemExit, match="different"):
+        bench()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# On a GPU
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_far_behind_sees_every_batch_of_a_synchronous_loader(tiny):
+    content = [list(prepare.read_row_groups(path)) for path in prepare.split_paths("train")]
+    seen = []
+    loader = prepare.make_dataloader(tiny, 8, 2048, "train")
+    for inputs, targets, epoch in itertools.islice(loader, 100):
+        torch.cuda._sleep(50_000_000)  # cycles, about 30 ms: what follows waits, and so do the copies of later batches
+        seen.append((inputs.clone(), targets.clone(), epoch))
+    assert not torch.cuda.current_stream().query()  # it is behind indeed
+    loader.close()
+    assert_same_stream(seen, naive_batches(tiny, content, 8, 2048, buffer_size=1000))
