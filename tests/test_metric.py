@@ -1,5 +1,6 @@
 """evaluate_bpb against bits per byte counted by hand, and models that cheat or break."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import prepare
 
@@ -174,6 +176,30 @@ def test_the_model_is_called_with_ids_only_in_eval_mode_without_gradients(tokeni
     assert type(score) is float
     assert set(model.calls) == {((4, T), torch.int64, False, False)}
     assert model.table.weight.grad is None and torch.is_grad_enabled()
+
+
+class NoWaiting(TorchDispatchMode):
+    """Within it, reading a number from a tensor, for which a GPU would have to be waited for, is an error."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_scoring_reads_no_number_before_the_last_batch(tokenizer):
+    checks = 6  # calls of the causality check
+
+    def change(model, x, logits):
+        if len(model.calls) == checks + 1:
+            no_waiting.enter_context(NoWaiting())
+        if len(model.calls) == checks + ROWS:
+            no_waiting.close()
+        return logits
+
+    model = Bigram(change)
+    with contextlib.ExitStack() as no_waiting:
+        prepare.evaluate_bpb(model, tokenizer, 1)
+    assert len(model.calls) == checks + ROWS
 
 
 def test_the_logits_of_one_batch_are_freed_before_the_next_forward(tokenizer):
