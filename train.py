@@ -76,7 +76,7 @@ def masked_attention(q, k, v, window):
 
 
 attention = masked_attention  # what the model calls; load_attention replaces it by a faster one
-sdpa_settings = contextlib.ExitStack()  # of the whole process: inside a model they would keep it from the compile cache
+sdpa_settings = contextlib.ExitStack()  # held by the whole process: inside a model they keep it from the compile cache
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -182,6 +182,8 @@ def load_attention(device):
         repos.insert(0, ("varunneal/flash-attention-3", "main"))
     if capability >= (9, 0):  # from Hopper on, SDPA's flash kernel is slower than cuDNN's
         sdpa_settings.enter_context(sdpa_kernel(CUDNN_FIRST, set_priority=True))
+        # else the compile cache would not notice another order
+        sdpa_settings.enter_context(torch.compiler.config.patch(cache_key_tag=f"{CUDNN_FIRST}"))
     candidates = [(repo, functools.partial(load_hub_attention, repo, revision)) for repo, revision in repos]
     candidates.append(("FlexAttention and SDPA", lambda: torch.compile(torch_attention, dynamic=False)))
     for name, load in candidates:

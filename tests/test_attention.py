@@ -204,6 +204,7 @@ def test_from_hopper_on_sdpa_tries_cudnn_first(hub, capability, first):
     load_attention(GPU)
     after = torch._C._get_sdp_priority_order()
     assert after[0] == int(SDPBackend.CUDNN_ATTENTION) if first else after == before
+    assert ("CUDNN" in torch.compiler.config.cache_key_tag) == first  # PyTorch's own key leaves the order out
 
 
 @pytest.mark.parametrize("broken", [no_window, wrong_gradient, nan, ImportError("undefined symbol\nand more")])

@@ -446,7 +446,7 @@ def test_ctrl_c_ends_a_run_with_130_and_no_traceback(toy_home, tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_run_on_cuda_compiles_each_graph_once_for_this_run_and_the_next(toy_home, capsys, monkeypatch):
+def test_a_run_on_cuda_prints_the_summary_and_leaves_all_its_graphs_to_the_compile_cache(toy_home, capsys, monkeypatch):
     evaluate_bpb, graphs = prepare.evaluate_bpb, []
 
     def count_graphs(*args):
@@ -464,7 +464,8 @@ def test_a_run_on_cuda_compiles_each_graph_once_for_this_run_and_the_next(toy_ho
     counters.clear()
     train.main()
     assert graphs[1] - graphs[0] == 1  # without gradients it is another graph, but always the same
-    assert counters["aot_autograd"]["autograd_cache_bypass"] == 0  # the compile cache takes them all
+    cache = counters["aot_autograd"]
+    assert cache["autograd_cache_saved"] + cache["autograd_cache_hit"] == cache["total"] > 0
     output = capsys.readouterr().out
     summary = SUMMARY.search(output)
     assert summary and "TOY" not in output, output
