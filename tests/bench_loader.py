@@ -5,7 +5,7 @@ Tokens per second of the data loader and of a naive one, on real shards. Prints 
     uv run python tests/bench_loader.py --data DIR --buffer-size 200 --threads 2 4
 
 The tokenizer is always the one that prepare.py trained. The naive loader is the definition that the tests compare with:
-it scans lists, and packs only after it has tokenized. If the first ten batches are not the same, the exit code is 1.
+it scans lists, and packs only after it has tokenized. If the first batches are not the same, the exit code is 1.
 """
 
 import argparse
@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import prepare  # noqa: E402
 from test_loader import naive_batches  # noqa: E402
 from train import mistakes_as_sentences  # noqa: E402
+
+COMPARED = 10  # batches at the start of the stream that must be the same
 
 
 class ShardFile:
@@ -50,11 +52,11 @@ def fast_loader(tokenizer, args, threads):
 
 
 def measure(loader, batches):
-    """Tokens per second of `batches` batches after the first one, and a hash of the first ten."""
+    """Tokens per second of `batches` batches after the first one, and a hash of the first COMPARED."""
     first, digest = list(itertools.islice(loader, 1)), hashlib.sha256()
     start = time.perf_counter()
-    first += itertools.islice(loader, 9)
-    for _ in itertools.islice(loader, batches - 9):
+    first += itertools.islice(loader, COMPARED - 1)
+    for _ in itertools.islice(loader, batches - len(first) + 1):
         pass
     seconds = time.perf_counter() - start
     loader.close()
@@ -74,11 +76,11 @@ def main():
     parser.add_argument("--buffer-size", type=int, default=1000, help="documents (default %(default)s)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8, 16],
                         help="tokenizer threads to try (default %(default)s)")
-    parser.add_argument("--batches", type=int, default=40, help="a measurement, at least 10 (default %(default)s)")
+    parser.add_argument("--batches", type=int, default=40, help="a measurement (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements: the median counts (default %(default)s)")
     args = parser.parse_args()
-    if args.batches < 10 or min(args.batch_size, args.seq_len, args.buffer_size, args.rounds, *args.threads) < 1:
-        parser.error("--batches must be at least 10, and every other number at least 1")
+    if args.batches < COMPARED or min(args.batch_size, args.seq_len, args.buffer_size, args.rounds, *args.threads) < 1:
+        parser.error(f"--batches must be at least {COMPARED}, and every other number at least 1")
     prepare.DATA_DIR = args.data
     tokenizer = prepare.Tokenizer.from_directory()
 
@@ -93,7 +95,7 @@ def main():
             hashes[case].add(digest)
     print(f"{os.cpu_count()} cores, B = {args.batch_size}, T = {args.seq_len}, buffer of {args.buffer_size:,}"
           f" documents, median of {args.rounds} x {args.batches} batches")
-    print(f"{'loader':16}{'threads':>8}{'tokens/s':>12}{'x naive':>9}  hash of ten batches")
+    print(f"{'loader':16}{'threads':>8}{'tokens/s':>12}{'x naive':>9}  hash of {COMPARED} batches")
     naive_speed = statistics.median(speeds[cases[0]])
     for case in cases:
         name, _, threads = case
