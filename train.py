@@ -225,10 +225,34 @@ def has_ve(layer_idx, n_layer):
     return (n_layer - 1 - layer_idx) % 2 == 0
 
 
+def rotate(x1, x2, cos, sin):  # its transpose must be itself with -sin: RotaryNorm.backward relies on that
+    return x1 * cos + x2 * sin, x2 * cos - x1 * sin
+
+
 def apply_rotary_emb(x, cos, sin):
-    """Rotate the first half of the head dimension against the second. x (B, T, H, D), cos and sin (1, T, 1, D/2)."""
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
+    """Rotate x (B, T, H, D), first half of D against second, by cos, sin (1, T, 1, D/2). The model uses RotaryNorm."""
+    return torch.cat(rotate(*x.chunk(2, dim=-1), cos, sin), dim=-1)
+
+
+class RotaryNorm(torch.autograd.Function):
+    """norm(apply_rotary_emb(x, cos, sin)) for x in halves. It saves its result, which attention keeps anyway."""
+
+    @staticmethod
+    def forward(ctx, x1, x2, cos, sin):
+        y1, y2 = rotate(x1.float(), x2.float(), cos, sin)
+        mean_square = (y1 * y1 + y2 * y2).mean(-1, keepdim=True) / 2 + torch.finfo(torch.float32).eps
+        y = torch.cat([(z * mean_square.rsqrt()).to(x1.dtype) for z in (y1, y2)], dim=-1)
+        ctx.save_for_backward(y, mean_square, cos, sin)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        y, mean_square, cos, sin = ctx.saved_tensors
+        (y1, y2), (d1, d2) = y.float().chunk(2, dim=-1), dy.float().chunk(2, dim=-1)
+        radial = (d1 * y1 + d2 * y2).mean(-1, keepdim=True) / 2
+        # not the rsqrt of the forward pass: shared, it would be stored between two kernels there
+        d1, d2 = ((d - radial * z) / mean_square.sqrt() for d, z in ((d1, y1), (d2, y2)))
+        return *(d.to(dy.dtype) for d in rotate(d1, d2, cos, -sin)), None, None
 
 
 class CausalSelfAttention(nn.Module):
@@ -248,13 +272,15 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, ve, cos, sin, window):
         B, T, C = x.size()
-        q = self.c_q(x).view(B, T, self.n_head, self.head_dim)     # (B, T, H, D)
-        k = self.c_k(x).view(B, T, self.n_kv_head, self.head_dim)  # (B, T, H_kv, D)
+        half = self.head_dim // 2  # halves rotate against each other: one product gives those of q and k, without bias
+        rows = [w for linear in (self.c_q, self.c_k) for w in linear.weight.unflatten(0, (-1, 2, half)).unbind(1)]
+        qk = F.linear(x, torch.cat(rows).flatten(0, 1)).view(B, T, -1, half)
+        q1, q2, k1, k2 = qk.split([len(w) for w in rows], dim=2)  # (B, T, H, D/2)
         v = self.c_v(x).view(B, T, self.n_kv_head, self.head_dim)
         if ve is not None:
             gate = 2 * torch.sigmoid(self.ve_gate(x[..., :self.ve_gate_channels]))  # (B, T, H_kv), 1 at the start
             v = v + gate.unsqueeze(-1) * ve.view(B, T, self.n_kv_head, self.head_dim)
-        q, k = norm(apply_rotary_emb(q, cos, sin)), norm(apply_rotary_emb(k, cos, sin))
+        q, k = RotaryNorm.apply(q1, q2, cos, sin), RotaryNorm.apply(k1, k2, cos, sin)  # (B, T, H, D)
         y = attention(q, k, v, window)
         return self.c_proj(y.reshape(B, T, C))
 
@@ -648,6 +674,7 @@ def main():
               + (f" and {len(others)} more of its kind" if others else ""))
     if on_cuda:
         torch._dynamo.config.recompile_limit = 64  # the optimizer compiles once a shape, and an edit may add shapes
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # their code is part of the key
         model = torch.compile(model, dynamic=False)
     train_loader = prepare.make_dataloader(tokenizer, DEVICE_BATCH_SIZE, T, "train")
     x, y, epoch = next(train_loader)

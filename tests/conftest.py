@@ -46,12 +46,14 @@ def save_state():
     modules = {module: {name: value for name, value in vars(module).items() if name.isupper() or name == "attention"}
                for module in (prepare, train)}
     precision, recompile_limit = torch.get_float32_matmul_precision(), torch._dynamo.config.recompile_limit
+    cache_allows = torch._functorch.config.autograd_cache_allow_custom_autograd_functions
 
     def restore():
         for module, values in modules.items():
             vars(module).update(values)
         torch.set_float32_matmul_precision(precision)
         torch._dynamo.config.recompile_limit = recompile_limit
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = cache_allows
         train.sdpa_settings.close()
         gc.unfreeze()
         gc.enable()
