@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import prepare
 import train
-from train import GPT, CausalSelfAttention, GPTConfig, RotaryNorm, norm
+from train import GPT, CausalSelfAttention, GPTConfig, RotaryNorm, SoftcappedLoss, norm
 
 CONFIG = GPTConfig(sequence_len=16, vocab_size=50, n_layer=3, n_head=4, n_kv_head=2, n_embd=40, window_pattern="SL")
 
@@ -135,6 +135,11 @@ def rotary_norm(x, cos, sin):
     return RotaryNorm.apply(*x.chunk(2, dim=-1), cos.detach(), sin.detach())
 
 
+def softcapped_cross_entropy(x, weight, targets, cap):
+    logits = cap * torch.tanh(x @ weight.T / cap)
+    return F.cross_entropy(logits, targets.clamp_min(0), reduction="none")
+
+
 @pytest.mark.parametrize("B, T, H, D", [(2, 16, 3, 10), (1, 1, 1, 2), (3, 7, 5, 128)])
 def test_rotary_norm_and_its_gradient_are_those_of_rotation_and_norm(B, T, H, D):
     x, dy = torch.randn(2, B, T, H, D)
@@ -158,6 +163,51 @@ def test_rotary_norm_rounds_only_its_results(B, T, H, D):
     expected = gradients(lambda x: norm(train.apply_rotary_emb(x, cos.float(), sin.float())), [x], dy, torch.float32)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == torch.bfloat16 and (one.float() - other).norm() < 0.0022 * other.norm()
+
+
+@pytest.mark.parametrize("N, vocab, C", [(5, 7, 3), (1, 2, 1), (33, 300, 16)])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])  # the largest ones are capped
+@pytest.mark.parametrize("cap", [15, 30])
+def test_softcapped_loss_and_its_gradient_are_those_of_the_definition(N, vocab, C, scale, cap):
+    x, weight, targets, dy = torch.randn(N, C) * scale, torch.randn(vocab, C), torch.randint(vocab, (N,)), torch.rand(N)
+    found = gradients(lambda x, w: SoftcappedLoss.apply(x, w, targets, cap), [x, weight], dy, torch.float32)
+    expected = gradients(lambda x, w: softcapped_cross_entropy(x, w, targets, cap), [x, weight], dy, torch.float64)
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, relative=1e-4)
+
+
+def test_softcapped_loss_of_extreme_logits_is_finite_and_of_nan_is_nan():
+    x = torch.tensor([[1e30], [-1e30], [0.0], [math.nan]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.0]])
+    losses = SoftcappedLoss.apply(x, weight, torch.tensor([0, 0, 1, 0]), 15)
+    expected = [math.log(1 + math.exp(-30) + math.exp(-15)), 30, math.log(3)]
+    assert losses[:3].tolist() == pytest.approx(expected, abs=2e-5) and losses[3].isnan()
+    losses[:3].sum().backward()
+    assert x.grad[:3].isfinite().all()
+
+
+def test_softcapped_loss_computes_in_what_autocast_says():
+    x, weight, targets = torch.randn(9, 16), torch.randn(50, 16) / 4, torch.randint(50, (9,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gradients(lambda x, w: SoftcappedLoss.apply(x, w, targets, 15), [x, weight], torch.ones(9),
+                          torch.float32)
+    expected = gradients(lambda x, w: SoftcappedLoss.apply(x, w, targets, 15), [x, weight], torch.ones(9),
+                         torch.float32)
+    assert [one.dtype for one in found] == 3 * [torch.float32]
+    for one, other in zip(found, expected, strict=True):
+        assert 1e-5 < (one - other).norm() / other.norm() < 0.005  # the products are rounded, but not the logits again
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = SoftcappedLoss.apply(x.requires_grad_(), weight, targets, 15)
+    assert loss.grad_fn.saved_tensors[2].dtype == torch.bfloat16  # the largest tensor that a step keeps
+
+
+def test_after_a_loss_under_autocast_other_uses_of_the_head_still_get_gradients():
+    model = random_model()
+    idx = torch.randint(50, (2, 16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(idx, idx)
+        F.cross_entropy(model(idx).flatten(0, 1), idx.flatten()).backward()
+    assert all(p.grad is not None and (p.grad != 0).any() for p in model.parameters())
 
 
 def test_mlp_squares_the_relu():
@@ -340,6 +390,19 @@ def test_compiled_rotary_norm_agrees_with_float32(B, T, H, D):
     expected = gradients(lambda x: norm(train.apply_rotary_emb(x, cos.float(), sin.float())), [x], dy, torch.float32)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == torch.bfloat16 and (one.float() - other).norm() < 0.01 * other.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N, vocab, C", [(33, 300, 16), (7, 8192, 64), (1000, 5001, 40)])
+def test_compiled_softcapped_loss_agrees_with_float32(N, vocab, C):
+    x, weight, dy = (torch.randn(shape, device="cuda") for shape in ((N, C), (vocab, C), (N,)))
+    x, weight, targets = x.bfloat16(), weight.bfloat16().float(), torch.randint(vocab, (N,), device="cuda")
+    compiled = torch.compile(lambda x, w: SoftcappedLoss.apply(x, w, targets, 15), dynamic=False, fullgraph=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        found = gradients(compiled, [x, weight], dy, torch.float32)
+    expected = gradients(lambda x, w: softcapped_cross_entropy(x, w, targets, 15), [x, weight], dy, torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32 and (one - other).norm() < 0.02 * other.norm()
 
 
 @pytest.mark.gpu
