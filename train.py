@@ -285,6 +285,64 @@ class CausalSelfAttention(nn.Module):
         return self.c_proj(y.reshape(B, T, C))
 
 
+fused_squared_relu = None  # f(a, b): relu(a @ b.T)**2; f(a, b, h): the gradient through such an h, a @ b.T * 2 sqrt(h)
+
+
+def load_fused_squared_relu(device):
+    """Set fused_squared_relu to one Triton kernel, for bf16 a (M, K) and b (N, K) on Hopper. Raises if it cannot."""
+    global fused_squared_relu
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    @triton.jit
+    def kernel(a, b, h, out, M, N, K, HAS_H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+        tiles_n = tl.cdiv(N, BN)
+        for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * tiles_n, tl.num_programs(0), flatten=True):
+            m, n = tile // tiles_n * BM, tile % tiles_n * BN
+            product = tl.zeros((BM, BN), tl.float32)
+            for k in range(0, K, BK):
+                product = tl.dot(a.load([m, k]), b.load([n, k]).T, product)
+            halves = product.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()  # whole, it takes too much shared memory
+            for i in tl.static_range(2):
+                column = n + i * (BN // 2)
+                scale = 2 * tl.sqrt(h.load([m, column]).to(tl.float32)) if HAS_H else tl.maximum(halves[i], 0)
+                out.store([m, column], (halves[i] * scale).to(out.dtype))
+
+    @torch.library.custom_op("autoresearch::squared_relu", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+    def fused(a: torch.Tensor, b: torch.Tensor, h: torch.Tensor | None = None) -> torch.Tensor:
+        out, (BM, BN, BK) = a.new_empty(a.size(0), b.size(0)), (128, 256, 64)
+        tiles = ((a, BM, BK), (b, BN, BK), (out if h is None else h, BM, BN // 2), (out, BM, BN // 2))
+        programs = torch.cuda.get_device_properties(a.device).multi_processor_count
+        kernel[(programs,)](*(TensorDescriptor.from_tensor(x.contiguous(), block) for x, *block in tiles), *out.shape,
+                            a.size(1), h is not None, BM, BN, BK, num_warps=8, num_stages=3)
+        return out
+
+    fused.register_fake(lambda a, b, h=None: a.new_empty(a.size(0), b.size(0)))
+    a, b = torch.randn(2, 304, 144, device=device).bfloat16()
+    product, h = a.float() @ b.float().T, fused(a, b)
+    for found, expected in ((h, product.relu() ** 2), (fused(a, b, h), product * 2 * h.float().sqrt())):
+        if not (found - expected).norm() < 0.02 * expected.norm():  # bf16 rounding gives about 0.003
+            raise RuntimeError("its numbers are wrong")
+    fused_squared_relu = fused
+
+
+class SquaredReluMLP(torch.autograd.Function):
+    """relu(x @ w_fc.T)**2 @ w_proj.T for x (N, C). Of the first product it keeps only what the second one reads."""
+
+    @staticmethod
+    def forward(ctx, x, w_fc, w_proj):
+        h = fused_squared_relu(x, w_fc)  # (N, 4C)
+        ctx.save_for_backward(x, w_fc, w_proj, h)
+        return h @ w_proj.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w_fc, w_proj, h = ctx.saved_tensors
+        da = fused_squared_relu(dy, w_proj.T.contiguous(), h)
+        return da @ w_fc, da.T @ x, dy.T @ h
+
+
 class MLP(nn.Module):
     """Squared ReLU (Primer, https://arxiv.org/abs/2109.08668) between two matrices."""
 
@@ -294,7 +352,10 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+        if fused_squared_relu and x.dtype == torch.bfloat16 and x.size(-1) % 8 == 0:  # delete to change the MLP
+            weights = (linear.weight.to(x.dtype) for linear in (self.c_fc, self.c_proj))
+            return SquaredReluMLP.apply(x.flatten(0, -2), *weights).view_as(x)
+        return self.c_proj(F.relu(self.c_fc(x)).square())  # not reached on Hopper while the lines above are there
 
 
 class Block(nn.Module):
@@ -668,6 +729,11 @@ def main():
     vocab_size = tokenizer.get_vocab_size()
     print(f"vocabulary: {vocab_size:,} ids")
     print(f"attention: {load_attention(device)}")
+    if on_cuda and torch.cuda.get_device_capability(device) == (9, 0):  # its tiles are made for Hopper
+        try:
+            load_fused_squared_relu(device)
+        except Exception as error:  # without it MLPs compute the same
+            print(f"not using the fused MLP: {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}")
 
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")

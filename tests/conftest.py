@@ -43,7 +43,8 @@ def point_prepare_at(cache_dir):
 
 def save_state():
     """What a test may leave behind in this process; returns the function that puts it back."""
-    modules = {module: {name: value for name, value in vars(module).items() if name.isupper() or name == "attention"}
+    chosen = ("attention", "fused_squared_relu")
+    modules = {module: {name: value for name, value in vars(module).items() if name.isupper() or name in chosen}
                for module in (prepare, train)}
     precision, recompile_limit = torch.get_float32_matmul_precision(), torch._dynamo.config.recompile_limit
     cache_allows = torch._functorch.config.autograd_cache_allow_custom_autograd_functions

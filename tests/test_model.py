@@ -2,6 +2,10 @@
 
 import dataclasses
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,6 +144,10 @@ def softcapped_cross_entropy(x, weight, targets, cap):
     return F.cross_entropy(logits, targets.clamp_min(0), reduction="none")
 
 
+def squared_relu_mlp(x, w_fc, w_proj):
+    return F.relu(x @ w_fc.T).square() @ w_proj.T
+
+
 @pytest.mark.parametrize("B, T, H, D", [(2, 16, 3, 10), (1, 1, 1, 2), (3, 7, 5, 128)])
 def test_rotary_norm_and_its_gradient_are_those_of_rotation_and_norm(B, T, H, D):
     x, dy = torch.randn(2, B, T, H, D)
@@ -216,6 +224,88 @@ def test_mlp_squares_the_relu():
     hidden = np.maximum(x.double().numpy() @ mlp.c_fc.weight.detach().double().numpy().T, 0) ** 2
     assert hidden.shape == (5, 160)
     assert_close(mlp(x).detach(), hidden @ mlp.c_proj.weight.detach().double().numpy().T)
+
+
+INTERPRETED = """
+import sys, types
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+import train
+from test_model import check_squared_relu_mlp
+
+patch_lang = interpreter._patch_lang
+
+def patch_and_mend(function):
+    scope = patch_lang(function)
+    tl.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())  # the interpreter's own fails on newer numpy
+    return scope
+
+interpreter._patch_lang = patch_and_mend
+torch.Tensor.bfloat16 = torch.Tensor.half  # it knows no bf16
+torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=3)
+train.load_fused_squared_relu(torch.device("cpu"))
+for sizes in ((300, 144, 272), (128, 64, 256), (16, 16, 16), (129, 80, 528), (16, 272, 144)):
+    check_squared_relu_mlp(*sizes, torch.float16, "cpu")
+meta = torch.device("meta")
+assert train.fused_squared_relu(torch.empty(3, 8, device=meta), torch.empty(5, 8, device=meta)).shape == (3, 5)
+for name in ("relu", "sqrt"):  # by which it is checked when it is loaded
+    right = getattr(torch.Tensor, name)
+    for factor in (1.1, float("nan")):
+        train.fused_squared_relu = None
+        setattr(torch.Tensor, name, lambda tensor: right(tensor) * factor)
+        try:
+            train.load_fused_squared_relu(torch.device("cpu"))
+        except RuntimeError:
+            assert train.fused_squared_relu is None
+        else:
+            raise AssertionError("it is loaded with wrong numbers")
+    setattr(torch.Tensor, name, right)
+print("checked")
+"""
+
+
+def check_squared_relu_mlp(N, C, hidden, dtype, device):
+    """The fused MLP and its gradients against the definition in float32, for inputs that are rounded to `dtype`."""
+    shapes = (N, C), (hidden, C), (C, hidden), (N, C)
+    x, w_fc, w_proj, dy = (torch.randn(shape[::-1], device=device).T.div(shape[-1] ** 0.5).to(dtype)
+                           for shape in shapes)  # and not contiguous
+    found = gradients(train.SquaredReluMLP.apply, [x, w_fc, w_proj], dy, dtype)
+    expected = gradients(squared_relu_mlp, [x, w_fc, w_proj], dy, torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype and (one.float() - other).norm() < 2 * torch.finfo(dtype).eps * other.norm()
+
+
+def test_the_fused_mlps_kernel_computes_squared_relu_and_its_gradient_when_interpreted():
+    pytest.importorskip("triton")
+    paths = os.pathsep.join(map(str, (Path(__file__).parent, Path(train.__file__).parent)))
+    result = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True,
+                            env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths})
+    assert result.stdout.endswith("checked\n"), result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("C, dtype, fused", [(40, torch.bfloat16, True), (40, torch.float32, False),
+                                             (44, torch.bfloat16, False)])
+def test_mlps_use_the_fused_kernel_only_for_what_it_can_do(monkeypatch, C, dtype, fused):
+    calls = []
+
+    def squared_relu(a, b, h=None):
+        calls.append((a.dtype, b.dtype))
+        return F.relu(a @ b.T).square() if h is None else a @ b.T * 2 * h.sqrt()
+
+    mlp = train.MLP(dataclasses.replace(CONFIG, n_embd=C))
+    x, dy = torch.randn(2, 3, 5, C).to(dtype)
+    outputs = []
+    for function in (None, squared_relu):
+        monkeypatch.setattr(train, "fused_squared_relu", function)
+        mlp.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = mlp(x)
+        y.backward(dy.to(y.dtype))
+        outputs.append((y, mlp.c_fc.weight.grad, mlp.c_proj.weight.grad))
+    assert set(calls) == ({(torch.bfloat16, torch.bfloat16)} if fused else set())
+    for one, other in zip(*outputs, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype) and (one - other).norm() < 0.02 * other.norm()
 
 
 def test_norm_divides_by_the_root_of_the_mean_square():
@@ -379,6 +469,19 @@ def test_width_is_rounded_up_to_whole_heads_and_the_context_is_the_current_one(m
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+def load_fused_squared_relu_or_skip():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for Hopper")
+    train.load_fused_squared_relu(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(300, 136, 264), (1, 8, 8), (257, 512, 2048), (5000, 264, 1000)])
+def test_the_fused_mlp_computes_squared_relu_and_its_gradient_in_bf16(sizes):
+    load_fused_squared_relu_or_skip()
+    check_squared_relu_mlp(*sizes, torch.bfloat16, "cuda")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("B, T, H, D", [(2, 16, 3, 10), (3, 7, 5, 128), (2, 300, 4, 64)])
 def test_compiled_rotary_norm_agrees_with_float32(B, T, H, D):
@@ -406,7 +509,10 @@ def test_compiled_softcapped_loss_agrees_with_float32(N, vocab, C):
 
 
 @pytest.mark.gpu
-def test_model_on_cuda_keeps_embeddings_in_bf16_and_gives_the_cpus_loss():
+@pytest.mark.parametrize("fused", [False, True])
+def test_model_on_cuda_keeps_embeddings_in_bf16_and_gives_the_cpus_loss(fused):
+    if fused:
+        load_fused_squared_relu_or_skip()
     config = GPTConfig(sequence_len=256, vocab_size=512, n_layer=3, n_head=4, n_kv_head=2, n_embd=256,
                        window_pattern="SSSL")
     reference = random_model(config)
