@@ -289,7 +289,7 @@ fused_squared_relu = None  # f(a, b): relu(a @ b.T)**2; f(a, b, h): the gradient
 
 
 def load_fused_squared_relu(device):
-    """Set fused_squared_relu to one Triton kernel, for bf16 a (M, K) and b (N, K) on Hopper. Raises if it cannot."""
+    """Set fused_squared_relu: a Triton kernel for Hopper, bf16 a (M, K), b (N, K), N and K multiples of 8; or raise."""
     global fused_squared_relu
     import triton
     import triton.language as tl
@@ -352,7 +352,7 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x):
-        if fused_squared_relu and x.dtype == torch.bfloat16 and x.size(-1) % 8 == 0:  # delete to change the MLP
+        if fused_squared_relu and x.dtype == torch.bfloat16 and not any(n % 8 for n in self.c_fc.weight.shape):
             weights = (linear.weight.to(x.dtype) for linear in (self.c_fc, self.c_proj))
             return SquaredReluMLP.apply(x.flatten(0, -2), *weights).view_as(x)
         return self.c_proj(F.relu(self.c_fc(x)).square())  # not reached on Hopper while the lines above are there

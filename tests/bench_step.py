@@ -85,8 +85,8 @@ def main():
     device = torch.device("cuda")
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64
-    versions = []
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    versions = []
     for i, path in enumerate(args.versions):
         before = torch.cuda.memory_allocated()
         with contextlib.redirect_stdout(sys.stderr):

@@ -129,19 +129,19 @@ def test_attention_layer_is_its_definition_written_out(layer, window):
 
 
 def gradients(function, inputs, dy, dtype):
-    """What `function` returns for copies of `inputs` in `dtype`, and its gradients for those that need one."""
-    inputs = [x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x for x in inputs]
+    """What `function` returns for copies of `inputs` in `dtype`, and the gradients of these."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
     y = function(*inputs)
-    return y, *torch.autograd.grad(y, [x for x in inputs if x.is_floating_point()], dy.to(y.dtype))
+    return y, *torch.autograd.grad(y, inputs, dy.to(y.dtype))
 
 
 def rotary_norm(x, cos, sin):
-    return RotaryNorm.apply(*x.chunk(2, dim=-1), cos.detach(), sin.detach())
+    return RotaryNorm.apply(*x.chunk(2, dim=-1), cos, sin)
 
 
 def softcapped_cross_entropy(x, weight, targets, cap):
     logits = cap * torch.tanh(x @ weight.T / cap)
-    return F.cross_entropy(logits, targets.clamp_min(0), reduction="none")
+    return F.cross_entropy(logits, targets, reduction="none")
 
 
 def squared_relu_mlp(x, w_fc, w_proj):
@@ -284,9 +284,11 @@ def test_the_fused_mlps_kernel_computes_squared_relu_and_its_gradient_when_inter
     assert result.stdout.endswith("checked\n"), result.stderr[-2000:]
 
 
-@pytest.mark.parametrize("C, dtype, fused", [(40, torch.bfloat16, True), (40, torch.float32, False),
-                                             (44, torch.bfloat16, False)])
-def test_mlps_use_the_fused_kernel_only_for_what_it_can_do(monkeypatch, C, dtype, fused):
+@pytest.mark.parametrize("C, hidden, dtype, fused", [
+    (40, 160, torch.bfloat16, True), (40, 160, torch.float32, False), (44, 176, torch.bfloat16, False),
+    (40, 106, torch.bfloat16, False),
+])
+def test_mlps_use_the_fused_kernel_only_for_what_it_can_do(monkeypatch, C, hidden, dtype, fused):
     calls = []
 
     def squared_relu(a, b, h=None):
@@ -294,6 +296,7 @@ def test_mlps_use_the_fused_kernel_only_for_what_it_can_do(monkeypatch, C, dtype
         return F.relu(a @ b.T).square() if h is None else a @ b.T * 2 * h.sqrt()
 
     mlp = train.MLP(dataclasses.replace(CONFIG, n_embd=C))
+    mlp.c_fc, mlp.c_proj = torch.nn.Linear(C, hidden, bias=False), torch.nn.Linear(hidden, C, bias=False)
     x, dy = torch.randn(2, 3, 5, C).to(dtype)
     outputs = []
     for function in (None, squared_relu):
@@ -384,6 +387,7 @@ def test_loss_is_the_mean_surprise_over_targets_that_are_not_minus_one():
     losses = model(idx, targets, reduction="none")
     assert losses.shape == (32,) and (losses[:10] == 0).all()
     assert losses[10:].tolist() == pytest.approx(surprise, rel=1e-4)
+    assert torch.equal(losses, model(idx, targets.masked_fill(targets == -1, -100), reduction="none"))
     assert model(idx, targets, reduction="sum").item() == pytest.approx(sum(surprise), rel=1e-5)
 
 
