@@ -133,14 +133,15 @@ def sweep_temporaries(folder):
     """Remove the temporary files in `folder` whose writers were killed: nobody holds their lock."""
     for name in os.listdir(folder):
         if re.search(r"\.(parquet|pkl|pt)\.[0-9a-f]{8}\.tmp$", name):
-            with contextlib.suppress(OSError), open(os.path.join(folder, name), "ab") as file:
+            with contextlib.suppress(OSError), open(os.path.join(folder, name), "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - os.path.getmtime(file.name) > 1:  # a new one may not have its lock yet
-                    os.remove(file.name)
+                os.remove(file.name)
 
 
 def missing_shards(names):
     """Those of `names` that are not good shards in DATA_DIR. Creates the folder, and sweeps it."""
+    if not os.path.isabs(DATA_DIR):  # without a home, "~" would be a folder here
+        raise UserError("there is no home directory to keep the cache in; set HOME to one")
     os.makedirs(DATA_DIR, exist_ok=True)
     sweep_temporaries(DATA_DIR)
     missing = []
@@ -170,17 +171,23 @@ def atomic_write(path):
 
     The lock on it tells `sweep_temporaries` of other processes that its writer lives.
     """
-    temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+    temporary = ""
     try:
-        with open(temporary, "xb") as file:
+        while not os.path.exists(temporary):  # again, under another name, if a sweep was faster than the lock
+            temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+            file = open(temporary, "xb")
             with contextlib.suppress(OSError):  # a file system without locks: nobody sweeps there either
                 fcntl.flock(file, fcntl.LOCK_EX)
+        with file:
             yield file
             file.flush()
+            os.fsync(file.fileno())  # some file systems report a full disk or quota only here
             os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.remove(temporary)
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            error.filename = path  # the system names no file when a disk is full
         raise
 
 
@@ -194,14 +201,14 @@ def fetch_shard(name):
 
     Raises requests.RequestException or ValueError for what the server sent, OSError for what the disk refused.
     """
-    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")  # replaces the host, as everywhere in that ecosystem
+    endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/")  # replaces the host, as everywhere in that world
     base_url = endpoint + urlsplit(BASE_URL).path if endpoint else BASE_URL
     with requests.get(f"{base_url}/{name}", stream=True, timeout=DOWNLOAD_TIMEOUTS,
                       headers={"Accept-Encoding": "identity"}) as response:
         response.raise_for_status()
         if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
             raise UserError(f"the body has content encoding {encoding!r}, but identity was asked for")
-        length = response.headers.get("Content-Length")
+        length = response.headers.get("Content-Length", "")
         etags = [reply.headers.get("X-Linked-ETag", "") for reply in (*response.history, response)]
         etags = [etag.removeprefix("W/").strip('"').lower() for etag in etags]
         sha256 = next((etag for etag in etags if re.fullmatch(r"[0-9a-f]{64}", etag)), None)
@@ -211,7 +218,7 @@ def fetch_shard(name):
                 size += file.write(piece)
                 digest.update(piece)
             file.flush()
-            if length is not None and size != int(length):
+            if length.isdecimal() and size != int(length):
                 raise UserError(f"{size:,} bytes came, but the server announced {int(length):,}")
             if sha256 not in (None, digest.hexdigest()):
                 raise UserError(f"the SHA-256 is {digest.hexdigest()}, but the server announced {sha256}")

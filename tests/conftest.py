@@ -6,7 +6,11 @@ Constants that a test changes in prepare or train, by hand or through use_toy_sc
 import gc
 import json
 import os
+import select
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +20,8 @@ import torch
 
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS.parent))
+
+from fake_hub import hub  # noqa: E402, F401
 
 import prepare  # noqa: E402
 import train  # noqa: E402
@@ -101,6 +107,20 @@ def tiny(tiny_cache):
 
 
 @pytest.fixture(scope="session")
+def toy_home(tmp_path_factory):
+    """A home directory in which `prepare.py --toy` has run."""
+    home, restore = tmp_path_factory.mktemp("toy_home"), save_state()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("HOME", str(home))
+        monkeypatch.setattr(sys, "argv", ["prepare.py", "--toy"])
+        try:
+            prepare.main()
+        finally:
+            restore()
+    return home
+
+
+@pytest.fixture(scope="session")
 def golden():
     """tests/golden/model.npz as a dict, its JSON strings parsed: the reference model and optimizer as numbers."""
     with np.load(TESTS / "golden" / "model.npz") as file:
@@ -119,3 +139,85 @@ def golden_model(golden):
     model = train.GPT(train.GPTConfig(**golden["config"]))
     model.load_state_dict({name: torch.from_numpy(golden[f"init/{name}"]) for name, _ in model.named_parameters()})
     return model
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The scripts as processes
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Script:
+    """A script that runs in a process of its own; `output` is what it has written to stdout and stderr so far."""
+
+    def __init__(self, ask, pid, log):
+        self.ask, self.pid, self.log, self.code = ask, pid, log, None
+
+    @property
+    def output(self):
+        return self.log.read_text(errors="replace")
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def wait(self, timeout=60):
+        """The exit code; negative after a signal that ended it. A script that hangs is killed, and fails the test."""
+        if self.code is None:
+            ending = os.pidfd_open(self.pid)
+            ended = bool(select.select([ending], [], [], timeout)[0])
+            os.close(ending)
+            if not ended:
+                self.send_signal(signal.SIGKILL)
+            self.code = self.ask({"wait": self.pid})
+            assert ended, f"still running after {timeout} s:\n{self.output}"
+        return self.code
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory):
+    """A function that sends a job with its files to tests/launcher.py and returns the answer."""
+    here, there = socket.socketpair()
+    home = tmp_path_factory.mktemp("launcher_home")
+    env = {**os.environ, "HOME": str(home), "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, str(TESTS / "launcher.py"), str(there.fileno())], cwd=home, env=env,
+                               pass_fds=[there.fileno()])
+    there.close()
+
+    def ask(job, files=()):
+        socket.send_fds(here, [json.dumps(job).encode()], files)
+        return int(here.recv(100))
+
+    yield ask
+    here.close()
+    process.wait(timeout=30)
+
+
+@pytest.fixture
+def start(launcher, tmp_path):
+    """A function that starts "prepare.py" or "train.py" with arguments in an empty folder, and returns the Script.
+
+    Its HOME is tmp_path / "home". `smaller` sets constants of the toy scale; `env` None removes a variable; `stdin`,
+    `stdout` and `stderr` are file numbers, None for a closed one, and by default nothing and a log.
+    """
+    scripts, home, cwd = [], tmp_path / "home", tmp_path / "cwd"
+    home.mkdir(exist_ok=True)
+    cwd.mkdir()
+
+    def start(name, *args, env=(), smaller=None, unprivileged=False, **streams):
+        env = {**os.environ, "HOME": str(home), "CUDA_VISIBLE_DEVICES": "", **dict(env)}
+        log = tmp_path / f"{len(scripts)}.log"
+        with open(log, "wb") as default, open(os.devnull, "rb") as nothing:
+            files = [streams.get(stream, file.fileno())
+                     for stream, file in (("stdin", nothing), ("stdout", default), ("stderr", default))]
+            job = dict(argv=[str(TESTS.parent / name), *args], open=[file is not None for file in files], cwd=str(cwd),
+                       env={key: value for key, value in env.items() if value is not None}, smaller=smaller,
+                       unprivileged=unprivileged)
+            pid = launcher(job, [file for file in files if file is not None])
+        scripts.append(Script(launcher, pid, log))
+        return scripts[-1]
+
+    yield start
+    for script in scripts:
+        if script.code is None:
+            script.send_signal(signal.SIGKILL)
+            script.wait()
+    assert os.listdir(cwd) == []  # a script writes nothing into the folder in which it was started

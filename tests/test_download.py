@@ -1,183 +1,24 @@
 """prepare.py against a hub on loopback that shows the faults real ones do."""
 
-import gzip
+import errno
+import fcntl
 import hashlib
 import io
 import os
-import random
 import resource
-import signal
 import socket
-import struct
-import subprocess
 import sys
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fake_hub import FAULTS, VAL, chunked, cut, instead, parquet, redirect, send, shard_bytes, status
 
 import prepare
 
-TESTS = Path(__file__).resolve().parent
-PREPARE = TESTS.parent / "prepare.py"
-VAL = "shard_06542.parquet"
-
-
-def parquet(columns):
-    file = io.BytesIO()
-    pq.write_table(pa.table(columns), file)
-    return file.getvalue()
-
-
-def shard_bytes(name):
-    """A shard of its own for each name, some 100 kB that no compression makes small."""
-    rng = random.Random(name)
-    return parquet({"text": [f"{name} {rng.randbytes(500).hex()}" for _ in range(150)]})
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# The hub. An answer is a function of (handler, body) that sends a response; body is the good shard of that name.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def send(handler, body, status=200, length=None, **headers):
-    """A response with `body`, announced as `length` bytes: None is the truth, False is nothing."""
-    handler.send_response(status)
-    for name, value in headers.items():
-        handler.send_header(name.replace("_", "-"), value)
-    if length is not False:
-        handler.send_header("Content-Length", str(len(body) if length is None else length))
-    handler.end_headers()
-    handler.wfile.write(body)
-    handler.wfile.flush()
-
-
-def status(code, **headers):
-    return lambda handler, body: send(handler, b"no", status=code, **headers)
-
-
-def instead(other):
-    return lambda handler, body: send(handler, other)
-
-
-def cut(handler, body):
-    send(handler, body[:len(body) // 2], length=len(body))
-
-
-def cut_without_length(handler, body):
-    send(handler, body[:len(body) // 2], length=False)
-
-
-def chunked(handler, body, end=True):
-    handler.send_response(200)
-    handler.send_header("Transfer-Encoding", "chunked")
-    handler.end_headers()
-    for piece in (body[:1000], body[1000:]):
-        handler.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-    if end:
-        handler.wfile.write(b"0\r\n\r\n")
-
-
-def cut_chunked(handler, body):
-    chunked(handler, body[:len(body) // 2], end=False)
-
-
-def reset(handler, body):
-    cut(handler, body)
-    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    handler.connection.close()  # at once and for good: the client sees a reset, not an end
-
-
-def stall(handler, body):
-    cut(handler, body)
-    handler.server.hub.stalled.release()
-    handler.server.hub.closing.wait(60)
-
-
-def too_long(handler, body):
-    send(handler, body + b"more", length=False)
-
-
-def gzipped(handler, body):
-    send(handler, gzip.compress(body), Content_Encoding="gzip")
-
-
-FAULTS = {
-    "cut": cut, "cut, no length": cut_without_length, "cut in chunks": cut_chunked, "reset": reset, "stall": stall,
-    "bytes after the end": too_long, "HTML": instead(b"<!doctype html><title>Sign in</title>"), "empty": instead(b""),
-    "gzip": gzipped, "no column text": instead(parquet({"body": ["a"]})), "numbers": instead(parquet({"text": [1, 2]})),
-    "bytes": instead(parquet({"text": [b"a"]})), "lists": instead(parquet({"text": [["a"]]})),
-    "no rows": instead(parquet({"text": pa.array([], pa.string())})), "500": status(500), "503": status(503),
-    "408": status(408), "425": status(425), "429": status(429),
-}
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        hub, name = self.server.hub, self.path.rpartition("/")[2]
-        with hub.lock:
-            hub.requests.append((name, self.path, dict(self.headers), time.monotonic()))
-            answers = hub.answers.get(name, [send])
-            answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        try:
-            answer(self, hub.bodies.get(name) or shard_bytes(name))
-        except OSError:
-            pass  # the client has gone
-        self.close_connection = True
-
-    def log_message(self, *_):
-        pass
-
-
-class Hub(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_):
-        pass  # a connection that an answer has closed
-
-
-class FakeHub:
-    """`answers[name]` is what a shard gets, request by request, the last one for ever; without it all goes well."""
-
-    def __init__(self):
-        self.answers, self.bodies, self.requests = {}, {}, []
-        self.lock, self.closing, self.stalled = threading.Lock(), threading.Event(), threading.Semaphore(0)
-        self.server = Hub(("127.0.0.1", 0), Handler)
-        self.server.hub = self
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def count(self, name):
-        return sum(request[0] == name for request in self.requests)
-
-    def gaps(self, name):
-        times = [request[3] for request in self.requests if request[0] == name]
-        return [after - before for before, after in zip(times, times[1:], strict=False)]
-
-    def close(self):
-        self.closing.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    hub = FakeHub()
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(prepare, "BASE_URL", f"{hub.url}/resolve/main")
-    monkeypatch.setattr(prepare, "DOWNLOAD_WAITS", (0.01, 0.01, 0.01, 0.01))
-    monkeypatch.setattr(prepare, "DOWNLOAD_TIMEOUTS", (5, 0.3))
-    yield hub
-    hub.close()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Running prepare.py, in this process or in a child
+# Running prepare.py
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -198,19 +39,9 @@ def run(monkeypatch, capsys):
     return run
 
 
-def start_child(home, hub, *args):
-    env = {**os.environ, "HOME": str(home), "HF_ENDPOINT": hub.url}
-    return subprocess.Popen([sys.executable, str(PREPARE), *args], env=env, cwd=home, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def cache_of(home):
-    return Path(home) / ".cache" / "autoresearch"
-
-
-def files(folder=None):
-    """Name to content of all files in a folder, hidden ones included."""
-    return {path.name: path.read_bytes() for path in Path(folder or prepare.DATA_DIR).iterdir()}
+def files():
+    """Name to content of all files in the folder of shards, hidden ones included."""
+    return {path.name: path.read_bytes() for path in Path(prepare.DATA_DIR).iterdir()}
 
 
 def good(*names):
@@ -218,8 +49,9 @@ def good(*names):
 
 
 def put(name, content):
-    os.makedirs(prepare.DATA_DIR, exist_ok=True)
-    Path(prepare.DATA_DIR, name).write_bytes(content)
+    path = Path(prepare.DATA_DIR, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -266,7 +98,7 @@ def test_large_strings_are_strings_too(hub, run):
 
 def test_hf_endpoint_replaces_the_host_and_keeps_the_path(hub, run, monkeypatch):
     monkeypatch.setattr(prepare, "BASE_URL", "https://hub.invalid/datasets/a/b/resolve/main")
-    monkeypatch.setenv("HF_ENDPOINT", hub.url + "/")
+    monkeypatch.setenv("HF_ENDPOINT", f" {hub.url}/\r")
     assert run("--num-shards", "1")[0] == 0
     assert sorted(path for _, path, _, _ in hub.requests) == [
         "/datasets/a/b/resolve/main/shard_00000.parquet", f"/datasets/a/b/resolve/main/{VAL}"]
@@ -286,7 +118,8 @@ def test_the_address_of_the_dataset_is_the_pinned_one():
 def redirected(hub, etags):
     """Make the hub serve the validation shard over two redirects, with these X-Linked-ETag headers on the way."""
     first, second, last = ({} if etag is None else {"X_Linked_ETag": etag} for etag in etags)
-    hub.answers[VAL] = [lambda handler, body: send(handler, b"", 302, Location="/somewhere/hop", **first)]
+    first["X_Linked_Size"] = len(shard_bytes(VAL))
+    hub.answers[VAL] = [lambda handler, body: send(handler, b"Found", 302, Location="/somewhere/hop", **first)]
     hub.answers["hop"] = [lambda handler, body: send(handler, b"moved", 307, Location="/elsewhere/blob", **second)]
     hub.answers["blob"] = [lambda handler, body: send(handler, body, **last)]
     hub.bodies["blob"] = shard_bytes(VAL)
@@ -347,6 +180,35 @@ def test_a_fault_that_stays_fails_the_shard_after_five_attempts_and_leaves_nothi
     assert "Done!" not in output
     assert hub.count("shard_00001.parquet") == 5
     assert files() == good("shard_00000.parquet", "shard_00002.parquet", VAL)
+
+
+def test_what_failed_is_said_in_one_line(hub, run):
+    hub.answers[VAL] = [FAULTS["damaged footer"]]
+    code, output, _ = run("--num-shards", "1")
+    assert code == 1
+    assert all(line.startswith(("[", VAL, "0 of 2", "1 of 2")) for line in output.splitlines()), output
+
+
+@pytest.mark.parametrize("length", ["many", "-5", "{0}, {0}"])
+def test_a_length_that_is_no_number_does_no_harm(hub, run, length):
+    hub.answers[VAL] = [lambda handler, body: send(handler, body, length=length.format(len(body)))]
+    assert run("--num-shards", "1")[0] == 0
+    assert files() == good("shard_00000.parquet", VAL)
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense", "://", "http://", "http://a..b", "http://[::1", "http://127.0.0.1:x",
+                                      "ftp://127.0.0.1"])
+def test_an_endpoint_that_is_no_address_is_a_sentence(hub, run, monkeypatch, endpoint):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    code, output, trainings = run("--num-shards", "1")
+    assert (code, trainings) == (1, 0) and endpoint.partition("//")[2] in output
+    assert files() == {}
+
+
+def test_redirects_in_a_circle_fail_the_shard(hub, run):
+    hub.answers[VAL] = [redirect(f"/resolve/main/{VAL}")]
+    assert run("--num-shards", "1")[0] == 1
+    assert files() == good("shard_00000.parquet")
 
 
 def test_four_failures_then_a_good_answer_are_five_attempts(hub, run):
@@ -469,24 +331,57 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(hub, run):
     assert files() == {VAL: hub.bodies[VAL]}
 
 
-def test_a_file_in_the_place_of_the_folder_is_a_sentence(hub, run, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setattr(prepare, "DATA_DIR", str(tmp_path / "file" / "data"))
+def test_a_write_that_fails_only_when_it_is_synced_leaves_nothing(hub, run, monkeypatch):
+    def fsync(file):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fsync", fsync)
     code, output, trainings = run("--num-shards", "1")
-    assert (code, trainings) == (1, 0) and str(tmp_path / "file") in output
-    assert hub.requests == []
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
-def test_a_read_only_folder_is_a_sentence(hub, run):
-    os.makedirs(prepare.DATA_DIR)
-    os.chmod(prepare.DATA_DIR, 0o500)
-    try:
-        code, output, trainings = run("--num-shards", "1")
-    finally:
-        os.chmod(prepare.DATA_DIR, 0o700)
-    assert (code, trainings) == (1, 0) and "shard_00000.parquet" in output.splitlines()[-1]
+    assert (code, trainings) == (1, 0) and f"Disk quota exceeded: '{prepare.DATA_DIR}/{VAL}'" in output
     assert files() == {}
+
+
+def test_a_sweep_before_a_new_temporary_file_has_its_lock_does_not_take_it(tmp_path, monkeypatch):
+    flock, calls = fcntl.flock, []
+
+    def late_flock(file, operation):
+        calls.append(operation)
+        if len(calls) == 1:
+            prepare.sweep_temporaries(tmp_path)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late_flock)
+    with prepare.atomic_write(tmp_path / VAL) as file:
+        file.write(b"content")
+        prepare.sweep_temporaries(tmp_path)
+    assert (tmp_path / VAL).read_bytes() == b"content" and os.listdir(tmp_path) == [VAL]
+    assert len(calls) == 4  # of the writer, of the first sweep, of the writer again, of the second sweep
+
+
+def test_a_directory_in_the_place_of_a_shard_is_a_sentence_and_stays(hub, run):
+    put("shard_00001.parquet/mine", b"")
+    code, output, trainings = run("--num-shards", "2")
+    assert (code, trainings) == (1, 0) and "Is a directory" in output
+    assert "shard_00001.parquet" in output.splitlines()[-1]
+    assert sorted(os.listdir(prepare.DATA_DIR)) == ["shard_00000.parquet", "shard_00001.parquet", VAL]
+    assert os.listdir(os.path.join(prepare.DATA_DIR, "shard_00001.parquet")) == ["mine"]
+
+
+def test_a_link_that_leads_nowhere_gives_way_to_the_shard(hub, run, tmp_path):
+    os.makedirs(prepare.DATA_DIR)
+    os.symlink(tmp_path / "gone", os.path.join(prepare.DATA_DIR, VAL))
+    assert run("--num-shards", "1")[0] == 0
+    assert files() == good("shard_00000.parquet", VAL)
+
+
+@pytest.mark.parametrize("place", ["CACHE_DIR", "DATA_DIR"])
+def test_a_file_in_the_place_of_a_folder_is_a_sentence(hub, run, place):
+    folder = Path(getattr(prepare, place))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_text("not a folder")
+    code, output, trainings = run("--num-shards", "1")
+    assert (code, trainings) == (1, 0) and str(folder) in output and output.count("\n") == 0
+    assert hub.requests == [] and folder.read_text() == "not a folder"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -506,74 +401,3 @@ def test_numbers_that_make_no_sense_are_refused_with_a_sentence(hub, run, args):
 def test_the_defaults_are_ten_shards(hub, run):
     assert run()[0] == 0
     assert files() == good(*[f"shard_{i:05d}.parquet" for i in range(10)], VAL)
-
-
-def tiny_corpus():
-    return {path.name: path.read_bytes() for path in (TESTS / "corpus").glob("*.parquet")}
-
-
-def test_two_processes_preparing_at_once_in_an_empty_home_both_get_ready(hub, tmp_path):
-    hub.bodies = tiny_corpus()
-    children = [start_child(tmp_path, hub, "--num-shards", "2") for _ in range(2)]
-    for child in children:
-        output, _ = child.communicate(timeout=60)
-        assert child.returncode == 0, output
-        assert output.splitlines()[-1] == "Done! Ready to train."
-    assert all(path.startswith("/datasets/karpathy/climbmix-400b-shuffle/resolve/main/shard_")
-               for _, path, _, _ in hub.requests)
-    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert written == {f".cache/autoresearch/{name}" for name in (
-        "data/shard_00000.parquet", "data/shard_00001.parquet", f"data/{VAL}",
-        "tokenizer/tokenizer.pkl", "tokenizer/token_bytes.pt")}
-    assert files(cache_of(tmp_path) / "data") == hub.bodies
-
-    prepare.DATA_DIR, prepare.TOKENIZER_DIR = (str(cache_of(tmp_path) / name) for name in ("data", "tokenizer"))
-    prepare.check_data()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Runs that are killed or interrupted
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "waited for 30 s in vain"
-        time.sleep(0.02)
-
-
-def test_the_temporary_file_of_a_killed_run_is_swept_but_not_that_of_a_living_one(hub, run, tmp_path):
-    hub.answers["shard_00000.parquet"] = [stall, send]
-    child = start_child(tmp_path, hub, "--num-shards", "1")
-    try:
-        folder = prepare.DATA_DIR = str(cache_of(tmp_path) / "data")
-        wait_until(lambda: os.path.exists(os.path.join(folder, VAL)) and len(os.listdir(folder)) == 2)
-        (temporary,) = set(os.listdir(folder)) - {VAL}
-        assert not temporary.endswith(".parquet")
-
-        assert run("--num-shards", "1")[0] == 0  # a second process prepares meanwhile
-        assert set(files()) == {"shard_00000.parquet", VAL, temporary}
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.communicate(timeout=30)
-    os.utime(os.path.join(folder, temporary), (0, 0))  # a new one might not have its lock yet, and is left alone
-    assert run("--num-shards", "1")[0] == 0
-    assert files() == good("shard_00000.parquet", VAL)
-
-
-def test_ctrl_c_exits_with_130_at_once_whether_a_download_stalls_or_waits_for_another_attempt(hub, tmp_path):
-    hub.answers = {"shard_00000.parquet": [stall], VAL: [status(429, Retry_After="50")]}
-    child = start_child(tmp_path, hub, "--num-shards", "2")
-    try:
-        assert hub.stalled.acquire(timeout=30)
-        wait_until(lambda: hub.count(VAL) and (cache_of(tmp_path) / "data" / "shard_00001.parquet").exists())
-        child.send_signal(signal.SIGINT)
-        start = time.monotonic()
-        output, _ = child.communicate(timeout=30)
-    finally:
-        child.kill()
-    assert child.returncode == 130
-    assert time.monotonic() - start < 8
-    assert "Traceback" not in output and "Done!" not in output
-    assert [path.name for path in (cache_of(tmp_path) / "data").glob("*.parquet")] == ["shard_00001.parquet"]
