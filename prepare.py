@@ -92,6 +92,9 @@ def use_toy_scale():
 class UserError(ValueError):
     """A mistake that one sentence explains. Scripts end with that sentence, and not with a traceback."""
 
+    def __init__(self, sentence):
+        super().__init__(" ".join(sentence.splitlines()))  # one line, even where it quotes an error of several
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shards: files in the cache that are whole, or not there
@@ -120,9 +123,12 @@ def check_shard(path):
     try:
         with pq.ParquetFile(path) as shard:
             schema, num_rows = shard.schema_arrow, shard.metadata.num_rows
-    except (pa.ArrowException, OSError) as error:
+            if num_rows != sum(shard.metadata.row_group(i).num_rows for i in range(shard.num_row_groups)):
+                raise pa.ArrowInvalid(f"its row groups do not hold {num_rows} rows")
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a whole Parquet file ({error}); run `{PREPARE_COMMAND}`") from None
-    kind = schema.field("text").type if "text" in schema.names else pa.null()
+    index = schema.get_field_index("text")  # -1 for none, and for several
+    kind = schema.field(index).type if index >= 0 else pa.null()
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise UserError(f"{path} has no column `text` of strings; run `{PREPARE_COMMAND}`")
     if num_rows == 0:
@@ -160,9 +166,12 @@ def read_row_groups(path):
         with pq.ParquetFile(path) as shard:
             for group in range(shard.num_row_groups):
                 texts = shard.read_row_group(group, columns=["text"]).column("text").to_pylist()
+                if len(texts) != shard.metadata.row_group(group).num_rows:  # a zeroed page can read as an empty one
+                    raise pa.ArrowInvalid(f"rows are missing in row group {group}")
                 yield [text or "" for text in texts]
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged ({error}); remove it and run `{PREPARE_COMMAND}`") from None
+        raise UserError(f"{path} is damaged, or cannot be read now ({error}); if that stays so, remove it and run"
+                        f" `{PREPARE_COMMAND}`") from None
 
 
 @contextlib.contextmanager
@@ -458,8 +467,10 @@ def check_data():
     train.py calls it before anything expensive.
     """
     load_tokenizer()
-    for path in split_paths("train") + split_paths("val"):
+    for path in split_paths("train"):
         check_shard(path)
+    for path in split_paths("val"):  # all of it: damage inside would show only after the training
+        deque(read_row_groups(path), maxlen=0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -481,7 +492,10 @@ def encode_chunks(tokenizer, paths):
     bos = np.array([tokenizer.get_bos_token_id()], dtype=np.uint32)
 
     def encode(texts):  # without the interpreter's lock; Parquet holds no lone surrogates, which this could not take
-        return [np.concatenate([bos, tokenizer.enc.encode_to_numpy(text, disallowed_special=())]) for text in texts]
+        try:
+            return [np.concatenate([bos, tokenizer.enc.encode_to_numpy(text, disallowed_special=())]) for text in texts]
+        except ValueError as error:  # a million blanks in a row, for instance
+            raise UserError(f"one of the documents is too much for the tokenizer ({error})") from None
 
     pool, pending = ThreadPoolExecutor(ENCODE_THREADS), deque()
     try:
@@ -540,7 +554,7 @@ def stream_batches(tokenizer, B, T, paths, buffer_size):
     def produce():
         try:
             rows = pack_rows(encode_chunks(tokenizer, paths), T, buffer_size)
-            while True:
+            while not stop.is_set():
                 staging, epochs = torch.empty((2, B, T), dtype=torch.int64, pin_memory=use_cuda), []
                 inputs, targets = staging.numpy()
                 for i in range(B):

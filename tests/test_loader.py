@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -12,10 +13,12 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fake_hub import wait_until
 
 import prepare
 
@@ -214,6 +217,37 @@ def test_a_batch_does_not_change_after_it_was_yielded(tiny):
         assert torch.equal(inputs, inputs_then) and torch.equal(targets, targets_then)
 
 
+@pytest.mark.parametrize("compression", ["none", "snappy", "gzip", "zstd", "lz4", "brotli"])
+@pytest.mark.parametrize("options", [
+    {"data_page_version": "2.0"}, {"use_dictionary": False, "write_page_checksum": True}, {"data_page_size": 64},
+    {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}, {"store_schema": False}],
+    ids=lambda options: " ".join(options))
+def test_the_text_does_not_depend_on_how_parquet_stores_it(shards, compression, options):
+    rng = random.Random(1)
+    groups = [[None, "", "a\0b", "мир 🙂"] + [" ".join(rng.choices(WORDS, k=20)) for _ in range(50)], [], ["end"]]
+    shards(TRAIN[0], *groups, compression=compression, **options)
+    assert list(prepare.text_iterator()) == [text or "" for group in groups for text in group]
+
+
+def test_large_strings_and_other_columns_give_the_same_text(shards):
+    table = pa.table({"url": [1, 2], "text": pa.array(["a", None], pa.large_string()), "text.a": [3, 4]})
+    pq.write_table(table, Path(prepare.DATA_DIR, TRAIN[0]))
+    assert list(prepare.text_iterator()) == ["a", ""]
+
+
+def test_a_document_of_a_million_tokens_fills_one_row_and_its_rest_is_dropped(tiny, shards):
+    rng = random.Random(1)
+    groups = [["a b"] * 20, [" ".join(rng.choices(WORDS, k=1_000_000)), "c"], ["d"] * 1000]
+    shards(TRAIN[0], *groups)
+    assert_same_stream(take(5, tiny, 2, 64, "train", buffer_size=3), naive_batches(tiny, [groups], 2, 64, 3))
+
+
+def test_thousands_of_row_groups_are_chunks_of_their_own(tiny, shards):
+    groups = [[f"document {i}"] * (i % 3) for i in range(3000)]
+    shards(TRAIN[0], *groups)
+    assert_same_stream(take(40, tiny, 4, 64, "train", buffer_size=5), naive_batches(tiny, [groups], 4, 64, 5))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Errors
 # ----------------------------------------------------------------------------------------------------------------------
@@ -279,6 +313,97 @@ def test_a_shard_without_rows_is_an_error(tiny, shards, with_another):
         shards(TRAIN[0], ["some text"] * 10)
     with pytest.raises(ValueError, match=TRAIN[1]):
         exhaust(tiny)
+
+
+def column(texts, name="text"):
+    return pa.table({name: texts})
+
+
+def not_utf8(content):
+    """An array of strings whose second one holds these bytes, which Arrow does not look at."""
+    offsets = np.array([0, 1, 1 + len(content), 2 + len(content)], dtype=np.int32)
+    return pa.Array.from_buffers(pa.string(), 3, [None, pa.py_buffer(offsets), pa.py_buffer(b"a" + content + b"b")])
+
+
+NOT_TEXT = {
+    "dictionary": column(pa.array(["a", "b"]).dictionary_encode()), "bytes": column(pa.array([b"a", b"b"])),
+    "views": column(pa.array(["a", "b"], pa.string_view())), "lists": column([["a"], ["b"]]),
+    "structure": column([{"text": "a"}, {"text": "b"}]), "inside": column([{"text": "a"}], name="body"),
+    "nothing": column(pa.nulls(2)), "other case": column(["a", "b"], name="Text"),
+    "twice": pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]),
+    "no UTF-8": column(not_utf8(b"\xff")), "half a character": column(not_utf8(b"\xc3")),
+    "surrogate": column(not_utf8(b"\xed\xa0\x80")), "CESU": column(not_utf8(b"\xed\xa0\xbd\xed\xb8\x80")),
+    "overlong": column(not_utf8(b"\xc0\x80")),
+}
+
+
+def test_a_document_that_the_tokenizer_gives_up_on_is_a_sentence(tiny, shards):
+    shards(TRAIN[0], ["a", " " * 1_000_000, "b"])
+    with pytest.raises(prepare.UserError, match="too much for the tokenizer"):
+        exhaust(tiny)
+
+
+@pytest.mark.parametrize("kind", NOT_TEXT)
+def test_a_column_that_is_not_text_is_an_error_that_names_the_shard(tiny, shards, kind):
+    pq.write_table(NOT_TEXT[kind], Path(prepare.DATA_DIR, TRAIN[0]))
+    with pytest.raises(prepare.UserError, match=TRAIN[0]):
+        exhaust(tiny)
+    with pytest.raises(prepare.UserError, match=TRAIN[0]):
+        list(prepare.text_iterator())
+
+
+def damage(content, rng):
+    """One of: a block of zeros or of noise, a flipped bit, a part missing at either end or in the middle."""
+    content, start, size = bytearray(content), rng.randrange(len(content)), rng.choice([1, 4, 16, 256])
+    kind = rng.randrange(6)
+    if kind == 0:
+        content[start:start + size] = bytes(len(content[start:start + size]))
+    elif kind == 1:
+        content[start:start + size] = rng.randbytes(len(content[start:start + size]))
+    elif kind == 2:
+        content[start] ^= 1 << rng.randrange(8)
+    else:
+        del content[[slice(start), slice(start, None), slice(start, start + size)][kind - 3]]
+    return bytes(content)
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
+def test_a_damaged_shard_is_one_sentence_and_loses_no_row_in_silence(shards, compression):
+    rng, path = random.Random(3), Path(prepare.DATA_DIR, TRAIN[0])
+    texts = ["".join(rng.choices("abcdefgh ", k=rng.randrange(30))) for _ in range(30)]
+    shards(TRAIN[0], texts[:10], texts[10:], compression=compression, use_dictionary=False, write_statistics=False)
+    content, refused = path.read_bytes(), 0
+    for _ in range(600):
+        path.write_bytes(damage(content, rng))
+        try:
+            assert len(list(prepare.text_iterator())) == 30
+        except prepare.UserError as error:
+            refused += 1
+            assert TRAIN[0] in str(error) and "\n" not in str(error)
+    assert refused > 300
+
+
+def test_a_shard_whose_footer_counts_rows_that_no_row_group_has_is_not_an_endless_loop(tiny, shards):
+    shards(TRAIN[0])
+    path = Path(prepare.DATA_DIR, TRAIN[0])
+    content = bytearray(path.read_bytes())
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    content[content.index(b"\x16\0", footer) + 1] = 10  # Thrift for: 64-bit number, 0; then 5
+    assert pq.ParquetFile(io.BytesIO(content)).metadata.num_rows == 5
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=TRAIN[0]):
+        prepare.check_shard(path)  # a loader would look for the rows for ever
+    with pytest.raises(ValueError, match=TRAIN[0]):
+        exhaust(tiny)
+
+
+@pytest.mark.parametrize("B", [0, -1, 2.0])
+def test_a_batch_without_rows_ends_in_an_error_and_leaves_no_thread(tiny, B):
+    before, start = set(threading.enumerate()), time.monotonic()
+    with pytest.raises((ValueError, TypeError, IndexError, RuntimeError)):
+        take(1, tiny, B, 64, "train")
+    assert_ended(set(threading.enumerate()) - before)
+    assert time.monotonic() - start < 10  # the deadline would end a wait for a thread that spins, and hide it
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -353,7 +478,7 @@ def test_a_slow_consumer_lets_batches_wait_but_not_pile_up(tiny, monkeypatch):
         assert torch.equal(inputs, expected[drawn - 1][0]) and torch.equal(targets, expected[drawn - 1][1])
         time.sleep(0.05)
         assert len(made) <= drawn + prepare.BATCHES_AHEAD + 1  # one more is being packed, or waits for its place
-    assert len(made) >= 12 + prepare.BATCHES_AHEAD
+    wait_until(lambda: len(made) >= 12 + prepare.BATCHES_AHEAD)
     loader.close()
 
 

@@ -155,6 +155,14 @@ def test_lone_surrogates_do_not_crash(tiny):
     assert tiny.encode(["a\ud800b", "c"]) == [tiny.encode("a\ufffdb"), tiny.encode("c")]
 
 
+@pytest.mark.parametrize("run", [" ", "\n", "\t", "\r\n", "\0", "a", "^", "7", "好", "\u0301",
+                                 "👩‍👩‍👧‍👦", "\ufffd", " ^", "'s"])
+def test_a_long_run_of_one_character_comes_back_and_its_bytes_add_up(tiny, run):
+    text = run * (300_000 // len(run))  # tiktoken gives up on blanks alone from a million on
+    ids = tiny.encode(text)
+    assert prepare.get_token_bytes()[ids].sum() == len(text.encode()) and tiny.decode(ids) == text
+
+
 def test_from_directory_takes_another_directory(tiny, tiny_cache):
     prepare.TOKENIZER_DIR = "/nowhere"
     assert prepare.Tokenizer.from_directory(str(tiny_cache / "tokenizer")).encode("a text") == tiny.encode("a text")
@@ -219,6 +227,21 @@ def test_too_little_text_is_an_error_that_says_so():
         prepare.train_tokenizer()
     assert "8,188" in str(error.value)
     assert os.listdir(prepare.TOKENIZER_DIR) == []
+
+
+@pytest.mark.parametrize("text", [None, "", "\n"])
+def test_shards_of_documents_without_text_are_too_little_text(text):
+    write_shard("shard_00000.parquet", [text] * 1000)
+    with pytest.raises(ValueError, match="too little text"):
+        prepare.train_tokenizer()
+    assert not tokenizer_path().exists()
+
+
+def test_documents_of_one_endless_run_do_not_stop_the_training():
+    prepare.VOCAB_SIZE = 265
+    write_shard("shard_00000.parquet", [character * 1_000_000 for character in " \n\0a^7好\u0301"])
+    prepare.train_tokenizer()
+    assert prepare.Tokenizer.from_directory().get_vocab_size() == 265
 
 
 def test_a_vocabulary_that_cannot_hold_every_byte_is_an_error_that_says_so(monkeypatch):
@@ -506,6 +529,12 @@ def empty_table(name):
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), data(name))
 
 
+def zero_the_middle(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2:len(content) // 2 + 512] = bytes(512)
+    path.write_bytes(content)
+
+
 BROKEN_CACHES = {
     "no tokenizer": (FileNotFoundError, lambda: tokenizer_path().unlink()),
     "no byte table": (FileNotFoundError, lambda: tokenizer_path("token_bytes.pt").unlink()),
@@ -519,6 +548,7 @@ BROKEN_CACHES = {
     "another pattern": (ValueError, other_pattern),
     "half a validation shard": (ValueError, lambda: cut_file(data(VAL))),
     "half a training shard": (ValueError, lambda: cut_file(data("shard_00001.parquet"))),
+    "a validation shard damaged inside": (ValueError, lambda: zero_the_middle(data(VAL))),
     "an empty training shard": (ValueError, lambda: data("shard_00000.parquet").write_bytes(b"")),
     "validation shard without rows": (ValueError, lambda: empty_table(VAL)),
     "validation shard without text": (ValueError, lambda: pq.write_table(pa.table({"body": ["a"]}), data(VAL))),
