@@ -612,30 +612,43 @@ def check_causal(model, inputs, vocab_size):
 
     Every token from a cut on is replaced. Nothing before it may move by more than 1 % of the mean move after it,
     neither logits nor log-probabilities, for in what softmax ignores a leak could hide. Three cuts are odd and so fall
-    inside any block of even size; the even one is for a model that only looks from odd places to even ones.
+    inside any block of even size; one is even. Last, the rows get cuts of their own, T // 2, T // 2 + 1 and so on, and
+    only the places before these are compared: that finds models that look ahead from every n-th place, n up to B.
     """
-    def outputs(x):  # (2, 2, T, vocab): logits and log-probabilities of two rows
-        logits = call_model(model, x, vocab_size)[:2].float()
+    def outputs(x, places):  # (2, ..., vocab): logits and log-probabilities
+        logits = call_model(model, x, vocab_size)[places].float()
         return torch.stack([logits, logits.log_softmax(-1).clamp_min(-30)])
 
-    def moves(x):  # equal infinities have not moved
-        new = outputs(x)
+    def moves(x, places, old):  # equal infinities have not moved
+        new = outputs(x, places)
         return torch.where(new == old, 0.0, new - old).abs()
 
-    T = inputs.size(1)
-    old = outputs(inputs)
-    drift = moves(inputs).amax((1, 2, 3))
+    def check(moved, allowed):
+        if moved.isnan().any():
+            raise UserError("the model's logits are not finite everywhere")
+        if not (moved <= allowed).all():
+            raise UserError(f"the model is not causal: when only later tokens change, logits move by {moved[0]:.3g}"
+                            f" ({allowed[0]:.3g} is allowed), log-probabilities by {moved[1]:.3g} ({allowed[1]:.3g} is"
+                            " allowed); a model that sees its targets scores itself")
+
+    B, T = inputs.shape
+    first_rows, others = slice(2), (inputs + 1) % vocab_size
+    old = outputs(inputs, first_rows)
+    drift = moves(inputs, first_rows, old).amax((1, 2, 3))
     for cut in (T // 2 + 1 | 1, T // 4 | 1, T - 2 | 1, T // 3 & ~1):
-        moved = moves(torch.cat([inputs[:, :cut], (inputs[:, cut:] + 1) % vocab_size], dim=1))
-        leak, after = moved[:, :, :cut].amax((1, 2, 3)), moved[:, :, cut:]
+        moved = moves(torch.cat([inputs[:, :cut], others[:, cut:]], dim=1), first_rows, old)
+        after = moved[:, :, cut:]
         allowed = 0.01 * torch.where(after.isfinite(), after, 0.0).mean((1, 2, 3))
         if not (drift <= allowed).all():  # nor is nan
             raise UserError(f"the model's logits differ by {drift[0]:.3g} between two identical calls, or are not"
                             " finite; it must be deterministic in evaluation")
-        if not (leak <= allowed).all():
-            raise UserError(f"the model is not causal: when only tokens from {cut} on change, logits before them move"
-                            f" by {leak[0]:.3g} ({allowed[0]:.3g} is allowed), log-probabilities by {leak[1]:.3g}"
-                            f" ({allowed[1]:.3g} is allowed); a model that sees its targets scores itself")
+        check(moved[:, :, :cut].amax((1, 2, 3)), allowed)
+
+    rows = torch.arange(B, device=inputs.device)
+    cuts = T // 2 + rows % (T // 2)
+    changed = torch.where(torch.arange(T, device=inputs.device) < cuts[:, None], inputs, others)
+    before = (rows, cuts - 1)
+    check(moves(changed, before, outputs(inputs, before)).amax((1, 2)), allowed)
 
 
 def score(logits, targets, token_bytes):
@@ -665,7 +678,7 @@ def evaluate_bpb(model, tokenizer, batch_size):
         with contextlib.closing(stream):
             for inputs, targets, epochs in stream:
                 if token_bytes is None:
-                    token_bytes = get_token_bytes(inputs.device)
+                    token_bytes = count_token_bytes(tokenizer.enc).to(inputs.device)
                     check_causal(model, inputs, vocab_size)
                 rows = min(batch_size, rows_left)
                 if epochs[rows - 1] > 1:
@@ -678,9 +691,9 @@ def evaluate_bpb(model, tokenizer, batch_size):
                     break
     finally:
         model.train(was_training)
-    bpb = float(nats) / (math.log(2) * int(num_bytes))
+    bpb = float(nats / num_bytes) / math.log(2)
     if not math.isfinite(bpb):
-        raise UserError(f"val_bpb is {bpb}: the model's logits are not finite everywhere")
+        raise UserError(f"val_bpb is {bpb}: the model's logits are not finite everywhere, or the rows hold no text")
     return bpb
 
 

@@ -220,6 +220,63 @@ def test_the_logits_of_one_batch_are_freed_before_the_next_forward(tokenizer):
     assert len(answers) >= 5 + 3 and alive == [0] * len(alive)
 
 
+@pytest.mark.parametrize("length", [51, 100, 255])
+def test_the_score_is_right_at_other_lengths_too(tokenizer, length):
+    prepare.MAX_SEQ_LEN, prepare.EVAL_TOKENS, model = length, ROWS * length + length - 1, Bigram()  # whole rows only
+    expected = bpb_by_hand(model.table.weight.detach().double(), validation_rows(tokenizer))
+    assert prepare.evaluate_bpb(model, tokenizer, 3) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_logits_of_any_floating_type_are_scored(tokenizer, dtype):
+    model = Bigram(lambda model, x, logits: logits.to(dtype))
+    expected = bpb_by_hand(model.table.weight.detach().to(dtype).double(), validation_rows(tokenizer))
+    assert prepare.evaluate_bpb(model, tokenizer, 4) == pytest.approx(expected, rel=1e-6)
+
+
+def same_buffer(model, x, logits):
+    model.buffer = vars(model).get("buffer", torch.empty(logits.shape[0], T + 3, VOCAB + 5))
+    model.buffer[:, 1:-2, 2:-3] = logits
+    return model.buffer[:, 1:-2, 2:-3]
+
+
+def other_memory_order(model, x, logits):
+    return logits.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+
+
+@pytest.mark.parametrize("change", [same_buffer, other_memory_order])
+def test_the_score_does_not_depend_on_where_the_logits_lie(tokenizer, change):
+    model = Bigram()
+    expected = prepare.evaluate_bpb(model, tokenizer, 4)
+    model.change = change
+    assert prepare.evaluate_bpb(model, tokenizer, 4) == expected
+
+
+def test_a_model_that_overwrites_its_input_is_scored_against_the_true_targets(tokenizer):
+    def blind(model, x, logits):
+        return model.table(x.zero_())
+
+    model = Bigram(blind)
+    rows = [([0] * T, targets) for _, targets in validation_rows(tokenizer)]
+    expected = bpb_by_hand(model.table.weight.detach().double(), rows)
+    assert prepare.evaluate_bpb(model, tokenizer, 4) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("change", [lambda model, x, logits: (logits, x.zero_())[0],
+                                    lambda model, x, logits: model.table(x.copy_(x.roll(-1, dims=1)))])
+def test_a_model_that_answers_otherwise_for_what_it_overwrote_is_refused(tokenizer, change):
+    with pytest.raises(ValueError, match="differ"):
+        prepare.evaluate_bpb(Bigram(change), tokenizer, 4)
+
+
+def test_bytes_are_counted_by_the_tokenizer_and_not_by_a_table_that_lies_in_the_cache(tokenizer, tmp_path):
+    model = Bigram()
+    expected = prepare.evaluate_bpb(model, tokenizer, 4)
+    prepare.TOKENIZER_DIR = str(tmp_path)
+    torch.save(torch.full((VOCAB,), 10**6, dtype=torch.int32), tmp_path / "token_bytes.pt")
+    assert prepare.evaluate_bpb(model, tokenizer, 4) == expected
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Models that look ahead
 # ----------------------------------------------------------------------------------------------------------------------
@@ -295,6 +352,44 @@ def test_a_model_that_looks_ahead_is_refused_at_other_lengths(tokenizer, length)
     assert prepare.evaluate_bpb(Bigram(), tokenizer, 4) > 0
 
 
+def last_of_a_block_sees_the_next(size):
+    def change(model, x, logits):
+        last = torch.arange(x.size(1)) % size == size - 1
+        return torch.where(last[:, None], sees_ahead(1)(model, x, logits), logits)
+    return change
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
+def test_a_model_that_leaks_only_from_one_block_into_the_one_before_is_refused(tokenizer, size):
+    with pytest.raises(ValueError, match="not causal"):
+        prepare.evaluate_bpb(Bigram(last_of_a_block_sees_the_next(size)), tokenizer, 4)
+
+
+@pytest.mark.parametrize("size,offset", [(4, 1), (5, 3), (32, 16), (64, 63), (100, 50)])
+def test_a_model_that_mixes_blocks_which_do_not_start_with_the_row_is_refused(tokenizer, size, offset):
+    def change(model, x, logits):
+        pieces = [logits[:, :offset], *logits[:, offset:].split(size, dim=1)]
+        return torch.cat([piece + piece.mean(dim=1, keepdim=True) for piece in pieces], dim=1)
+
+    with pytest.raises(ValueError, match="not causal"):
+        prepare.evaluate_bpb(Bigram(change), tokenizer, 4)
+
+
+def from_some_places(places):
+    def change(model, x, logits):
+        chosen = torch.zeros(x.size(1), dtype=torch.bool)
+        chosen[places] = True
+        return torch.where(chosen[:, None], sees_ahead(1)(model, x, logits), logits)
+    return change
+
+
+@pytest.mark.parametrize("places", [slice(0, None, 3), slice(2, None, 4), slice(3, None, 8), slice(5, None, 8),
+                                    slice(1, None, 16), slice(9, None, 33), slice(40, None, 63), [70], [126]], ids=str)
+def test_a_model_that_looks_ahead_from_some_places_only_is_refused(tokenizer, places):
+    with pytest.raises(ValueError, match="not causal"):
+        prepare.evaluate_bpb(Bigram(from_some_places(places)), tokenizer, 64)
+
+
 def rounding_noise(model, x, logits):
     return sees_ahead(1, share=1e-5)(model, x, logits)
 
@@ -314,11 +409,11 @@ def test_a_causal_model_is_not_refused_for_rounding_or_a_long_memory(tokenizer, 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def put_at(row, ids, value):
+def put_at(row, ids, value, place=5):
     """Set the logits of these ids at one position of this row of each batch."""
     def change(model, x, logits):
         logits = logits.clone()
-        logits[row, 5, ids] = value
+        logits[row, place, ids] = value
         return logits
     return change
 
@@ -326,11 +421,12 @@ def put_at(row, ids, value):
 @pytest.mark.parametrize("ids,value", [(slice(None), math.nan), (slice(None), math.inf), (slice(None), -math.inf),
                                        (7, math.nan), (7, math.inf)])
 @pytest.mark.parametrize("row", [0, 3])
-def test_logits_that_are_not_finite_at_one_position_are_an_error(tokenizer, row, ids, value):
-    bytes_there = prepare.get_token_bytes()[[targets[5] for _, targets in validation_rows(tokenizer)[row::5]]]
+@pytest.mark.parametrize("place", [5, T // 2 + 2])  # the second one is compared in row 3 by the check of causality
+def test_logits_that_are_not_finite_at_one_position_are_an_error(tokenizer, row, place, ids, value):
+    bytes_there = prepare.get_token_bytes()[[targets[place] for _, targets in validation_rows(tokenizer)[row::5]]]
     assert bytes_there.max() > 0  # a special token there would excuse it
     with pytest.raises(ValueError, match="finite"):
-        prepare.evaluate_bpb(Bigram(put_at(row, ids, value)), tokenizer, 5)
+        prepare.evaluate_bpb(Bigram(put_at(row, ids, value, place)), tokenizer, 5)
 
 
 def test_a_token_that_was_thought_impossible_and_came_is_an_error(tokenizer):
@@ -395,6 +491,46 @@ def test_the_mode_comes_back_and_no_thread_stays_after_an_error(tokenizer, train
         assert not thread.is_alive()
 
 
+def spoilt_in_call(number, row, position):
+    """NaN in one call only, counted from 0."""
+    def change(model, x, logits):
+        if len(model.calls) - 1 == number:
+            logits = logits.clone()
+            logits[row, position] = math.nan
+        return logits
+    return change
+
+
+@pytest.fixture
+def checks(tokenizer):
+    """The number of calls before the first batch is scored."""
+    model = Bigram()
+    prepare.evaluate_bpb(model, tokenizer, ROWS)
+    return len(model.calls) - 1
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("position", [0, T // 2, T - 1])
+def test_one_spoilt_position_in_one_batch_spoils_the_score(tokenizer, checks, number, position):
+    num_bytes, rows = prepare.get_token_bytes(), validation_rows(tokenizer)
+    row = next(row for row in range(2) if num_bytes[rows[4 * number + row][1][position]])  # no special token
+    with pytest.raises(ValueError, match="finite"):
+        prepare.evaluate_bpb(Bigram(spoilt_in_call(checks + number, row, position)), tokenizer, 4)
+
+
+def test_rows_of_the_last_batch_that_are_not_scored_cannot_spoil_it(tokenizer, checks):
+    model = Bigram()
+    expected = prepare.evaluate_bpb(model, tokenizer, 4)
+    model.change, model.calls = spoilt_in_call(checks + 2, slice(2, 4), slice(None)), []
+    assert prepare.evaluate_bpb(model, tokenizer, 4) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.int8])
+def test_logits_of_another_type_are_refused(tokenizer, dtype):
+    with pytest.raises(ValueError, match=str(dtype)):
+        prepare.evaluate_bpb(Bigram(lambda model, x, logits: logits.to(dtype)), tokenizer, 4)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # A validation shard that is too short
 # ----------------------------------------------------------------------------------------------------------------------
@@ -434,3 +570,19 @@ def test_a_missing_or_damaged_validation_shard_is_that_error(tokenizer, tmp_path
     (tmp_path / VAL).write_bytes(b"not a shard")
     with pytest.raises(ValueError, match=VAL):
         prepare.evaluate_bpb(Bigram(), tokenizer, 4)
+
+
+@pytest.mark.parametrize("text", [None, ""])
+def test_a_validation_shard_without_any_text_is_an_error_that_says_so(tokenizer, tmp_path, text):
+    prepare.DATA_DIR = str(tmp_path)
+    pq.write_table(pa.table({"text": pa.array([text] * 5000, pa.string())}), tmp_path / VAL)
+    with pytest.raises(ValueError, match="no text"):
+        prepare.evaluate_bpb(Bigram(), tokenizer, 4)
+
+
+def test_a_validation_shard_with_little_text_is_scored_on_it(tokenizer, tmp_path):
+    prepare.DATA_DIR, rng, model = str(tmp_path), random.Random(1), Bigram()
+    texts = [rng.choice([None, "", "", "", "a мир"]) for _ in range(3000)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / VAL)
+    expected = bpb_by_hand(model.table.weight.detach().double(), validation_rows(tokenizer))
+    assert prepare.evaluate_bpb(model, tokenizer, 4) == pytest.approx(expected, rel=1e-6)
