@@ -28,7 +28,6 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 
-import requests
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -113,21 +112,43 @@ def torch_attention(q, k, v, window):
     return y.transpose(1, 2)
 
 
-@functools.cache
-def hub_is_reachable(seconds=15):
-    """Whether the kernel hub answers within `seconds`, name lookup included (which has no time-out of its own)."""
-    replies = []
+def probe_hub(repo_id, revision, seconds=8):
+    """Raise what is wrong with the kernel hub, or TimeoutError: name lookup and the hub's API have no time-out."""
+    errors = [TimeoutError(f"no answer within {seconds} s")]
 
     def ask():
-        with contextlib.suppress(Exception):
-            from huggingface_hub import constants
-            if not constants.HF_HUB_OFFLINE:
-                replies.append(requests.head(constants.ENDPOINT, timeout=seconds).status_code < 500)
+        try:
+            from huggingface_hub import HfApi
+            HfApi().kernel_info(repo_id, revision=revision)
+            errors.clear()
+        except Exception as error:
+            errors[0] = error
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
-    return replies == [True]
+    if errors:
+        raise errors[0]
+
+
+def load_cached_kernel(repo_id, revision):
+    """The kernel from the local cache, without a question to the hub. Raises whatever goes wrong."""
+    from huggingface_hub import constants, snapshot_download
+    from kernels import get_kernel
+
+    was_offline, theirs = constants.HF_HUB_OFFLINE, os.environ.get("LOCAL_KERNELS")
+    try:
+        constants.HF_HUB_OFFLINE = True  # read at each call
+        if theirs is None:  # by path: by name the library refuses a cache without the builds for other machines
+            with contextlib.suppress(Exception):
+                path = snapshot_download(repo_id, repo_type="kernel", revision=revision, allow_patterns=[],
+                                         cache_dir=os.environ.get("KERNELS_CACHE"))
+                os.environ["LOCAL_KERNELS"] = f"{repo_id}={path}"
+        return get_kernel(repo_id, revision=revision, trust_remote_code=[repo_id])
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline
+        if theirs is None:
+            os.environ.pop("LOCAL_KERNELS", None)
 
 
 def load_hub_attention(repo_id, revision):
@@ -136,20 +157,17 @@ def load_hub_attention(repo_id, revision):
     The cache comes first, so that neither a network failure nor a new version on the hub moves the rest of a night to
     another attention.
     """
-    from huggingface_hub import constants
-    from kernels import get_kernel
-
-    was_offline = constants.HF_HUB_OFFLINE  # read at each call; the library looks into its cache only when it is set
     try:
-        constants.HF_HUB_OFFLINE = True
-        kernel = get_kernel(repo_id, revision=revision, trust_remote_code=[repo_id])
+        kernel = load_cached_kernel(repo_id, revision)
     except Exception:
-        constants.HF_HUB_OFFLINE = was_offline
-        if not hub_is_reachable():
-            raise
-        kernel = get_kernel(repo_id, revision=revision, trust_remote_code=[repo_id])
-    finally:
-        constants.HF_HUB_OFFLINE = was_offline
+        probe_hub(repo_id, revision)
+        # fetched by a process that can be stopped: a download that stalls here would keep this one from ending
+        fetch = ("import kernels; "
+                 f"kernels.install_kernel({repo_id!r}, revision={revision!r}, trust_remote_code=[{repo_id!r}])")
+        fetched = subprocess.run([sys.executable, "-c", fetch], timeout=90, capture_output=True, text=True)
+        if fetched.returncode:
+            raise RuntimeError(fetched.stderr.strip().rpartition("\n")[2]) from None
+        kernel = load_cached_kernel(repo_id, revision)
     flash_attn_func = kernel.flash_attn_interface.flash_attn_func
     return lambda q, k, v, window: flash_attn_func(q, k, v, causal=True, window_size=(window, 0))
 
@@ -160,11 +178,11 @@ def check_attention(candidate, device):
     for window in (T, T // 4):
         q, k, v, dy = torch.randn(4, 2, T, 2, HEAD_DIM, device=device, dtype=torch.bfloat16).unbind()
         outputs = []
-        for function, dtype in ((candidate, torch.bfloat16), (masked_attention, torch.float32)):
+        for function, dtype in ((masked_attention, torch.float32), (candidate, torch.bfloat16)):
             inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
             y = function(*inputs, window)
-            outputs.append((y, *torch.autograd.grad(y, inputs, dy.to(dtype))))
-        for found, expected in zip(*outputs, strict=True):
+            outputs.append((y, *torch.autograd.grad(y, inputs, dy.to(dtype)), *inputs))  # it must not change these
+        for expected, found in zip(*outputs, strict=True):
             error = (found.float() - expected).norm() / expected.norm()
             if not error < 0.02:  # bf16 rounding gives about 0.004
                 raise RuntimeError(f"it is off by {error:.2g} with window {window}")
@@ -192,7 +210,7 @@ def load_attention(device):
             check_attention(candidate, device)
             attention = candidate
             return name
-        except Exception as error:  # a kernel can fail in any way; the next candidate computes the same
+        except BaseException as error:  # a kernel can fail in any way; the next candidate computes the same
             print(f"not using {name}: {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}")
     return "masked SDPA"
 
