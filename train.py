@@ -24,6 +24,8 @@ import functools
 import gc
 import math
 import re
+import shutil
+import subprocess
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -58,7 +60,8 @@ WARMDOWN_RATIO = 0.5        # share of the time budget in which they fall
 FINAL_LR_FRAC = 0.0         # where they end, as a fraction
 
 SEED = 42
-UNTIMED_STEPS = 11          # the first steps also compile kernels: they train, but are not charged to the budget
+UNTIMED_STEPS = 11          # the first steps also compile kernels: they train, but are not charged to the budget, which
+                            # makes them part of the measurement: leave their number as it is
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Attention: every implementation takes q (B, T, H, D), k and v (B, T, H_kv, D) and a window, and returns (B, T, H, D)
@@ -284,7 +287,7 @@ class CausalSelfAttention(nn.Module):
         self.c_k = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
         self.c_v = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.ve_gate_channels = 32
+        self.ve_gate_channels = min(32, config.n_embd)
         if has_ve(layer_idx, config.n_layer):
             self.ve_gate = nn.Linear(self.ve_gate_channels, self.n_kv_head, bias=False)
 
@@ -332,8 +335,9 @@ def load_fused_squared_relu(device):
         out, (BM, BN, BK) = a.new_empty(a.size(0), b.size(0)), (128, 256, 64)
         tiles = ((a, BM, BK), (b, BN, BK), (out if h is None else h, BM, BN // 2), (out, BM, BN // 2))
         programs = torch.cuda.get_device_properties(a.device).multi_processor_count
-        kernel[(programs,)](*(TensorDescriptor.from_tensor(x.contiguous(), block) for x, *block in tiles), *out.shape,
-                            a.size(1), h is not None, BM, BN, BK, num_warps=8, num_stages=3)
+        # not from_tensor: it refuses odd strides of a dimension of size 1, which nobody walks
+        tiles = (TensorDescriptor(x.contiguous(), x.shape, (x.size(1), 1), block) for x, *block in tiles)
+        kernel[(programs,)](*tiles, *out.shape, a.size(1), h is not None, BM, BN, BK, num_warps=8, num_stages=3)
         return out
 
     fused.register_fake(lambda a, b, h=None: a.new_empty(a.size(0), b.size(0)))
@@ -729,14 +733,23 @@ def mistakes_as_sentences():
     """A user's mistake ends the script with its sentence; other errors are bugs, and keep their traceback."""
     try:
         yield
+    except torch.OutOfMemoryError as error:
+        raise SystemExit(f"GPU memory ran out; lower DEVICE_BATCH_SIZE in train.py, or undo what takes more ({error})"
+                         ) from None
     except (FileNotFoundError, prepare.UserError) as error:
         raise SystemExit(str(error)) from None
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise SystemExit(str(error)) from None  # what the system refuses: a full disk, a pipe that nobody reads
 
 
 @mistakes_as_sentences()
 def main():
     """The run from data to summary. Exits with a sentence, or FAIL in the log, where there can be no score."""
     start_time = time.perf_counter()
+    if sys.stdout is None:
+        raise prepare.UserError("stdout is closed: the score would be lost; redirect it to a file")
     sys.stdout.reconfigure(line_buffering=True)  # run.log is read while it grows
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_cuda = device.type == "cuda"
@@ -809,6 +822,8 @@ def main():
             if group["kind"] == "muon":
                 group["momentum"], group["weight_decay"] = get_muon_momentum(step), get_weight_decay(progress)
         optimizer.step()
+        if step == 0 and (idle := [name for p, name in names.items() if p.requires_grad and p.grad is None]):
+            print(f"WARNING: no gradient reaches {', '.join(idle)}: they stay as they were initialized")
         model.zero_grad(set_to_none=True)
         losses = torch.stack(losses).tolist()
         synchronize()
@@ -829,7 +844,9 @@ def main():
                     f" | lrm: {lrm:.2f} | dt: {1000 * dt:.0f}ms | tok/sec: {TOTAL_BATCH_SIZE / dt:,.0f}"
                     f" | mfu: {mfu:.1f}% | epoch: {epoch}"
                     f" | remaining: {max(0, prepare.TIME_BUDGET - training_seconds):.0f}s")
-            print(f"\r\x1b[K{line}" if is_terminal else line, end="" if is_terminal and not finished else "\n")
+            if is_terminal:  # a line that wraps could not be rewritten
+                line = "\r\x1b[K" + line[:shutil.get_terminal_size().columns - 1]
+            print(line, end="" if is_terminal and not finished else "\n")
             sys.stdout.flush()
 
         if step == 0:  # a collection takes half a second, and nothing here makes garbage in cycles

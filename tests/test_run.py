@@ -1,5 +1,8 @@
 """The run: schedules, what an import does, and main() at toy scale from the first line to the summary."""
 
+import dataclasses
+import errno
+import itertools
 import math
 import os
 import re
@@ -7,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,12 @@ depth:            (?P<depth>\d+)
 PROGRESS = re.compile(r"step (?P<step>\d{5}) \((?P<percent>\d+\.\d)%\) \| loss: (?P<loss>\d+\.\d{6}) \| lrm: \d\.\d\d"
                       r" \| dt: (?P<dt>\d+)ms \| tok/sec: (?P<rate>[\d,]+) \| mfu: (?:nan|\d+\.\d)% \| epoch: \d+"
                       r" \| remaining: (?P<remaining>\d+)s")
+
+
+def sentence(error):
+    """The one line with which a run was refused; Python prints it and exits with 1."""
+    assert isinstance(error.value.code, str) and "\n" not in error.value.code
+    return error.value.code
 
 
 class Stop(Exception):
@@ -160,20 +170,6 @@ def test_importing_train_only_sets_environment_defaults(tmp_path):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def toy_home(tmp_path_factory):
-    """A home directory in which `prepare.py --toy` has run."""
-    home, restore = tmp_path_factory.mktemp("toy_home"), save_state()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("HOME", str(home))
-        monkeypatch.setattr(sys, "argv", ["prepare.py", "--toy"])
-        try:
-            prepare.main()
-        finally:
-            restore()
-    return home
-
-
 @pytest.fixture
 def toy(toy_home, monkeypatch):
     """Makes main() run at toy scale with a tiny budget and evaluation; returns a function that changes constants."""
@@ -220,6 +216,7 @@ def test_a_run_trains_evaluates_and_prints_the_summary(toy, capsys, monkeypatch)
     assert found["depth"] == train.DEPTH == 2
 
     before = output[:summary.start()]
+    assert "WARNING" not in before and "not using" not in before
     assert re.search(r"^TOY SCALE.*compare with nothing", before, re.M)
     for line in (r"attention: \S.*", r"vocabulary: 1,024.*", r"model: .*'n_layer': 2.*", r"parameters: .*total [\d,]+",
                  r"FLOPs per token: [\d.e+]+", r"learning rate: 0\.04.*muon.*", r"time budget: 7.5 s, 2 micro.*"):
@@ -250,6 +247,7 @@ def test_equal_seeds_give_equal_scores_and_a_terminal_rewrites_its_line(toy, cap
     for terminal in (False, True):
         restore = save_state()
         monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setenv("COLUMNS", "200")
         train.main()
         restore()
         output = capsys.readouterr().out
@@ -259,6 +257,15 @@ def test_equal_seeds_give_equal_scores_and_a_terminal_rewrites_its_line(toy, cap
     assert scores[0] == scores[1]
     rewrites = [match for match in map(PROGRESS.search, re.split(r"[\r\n]", output)) if match]
     assert [int(match["step"]) for match in rewrites] == list(range(12)) and output.count("\r") == 12
+
+
+def test_on_a_narrow_terminal_the_line_is_cut_and_not_wrapped(toy, capsys, monkeypatch):
+    toy(train, UNTIMED_STEPS=1)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    train.main()
+    rewrites = [line for line in re.split(r"[\r\n]", capsys.readouterr().out) if line.startswith("\x1b[K")]
+    assert len(rewrites) == 2 and {len(line.removeprefix("\x1b[K")) for line in rewrites} == {39}
 
 
 def test_a_steps_gradient_is_that_of_the_mean_over_its_micro_batches(toy, monkeypatch):
@@ -284,14 +291,19 @@ def test_a_steps_gradient_is_that_of_the_mean_over_its_micro_batches(toy, monkey
         train.main()
 
 
+@pytest.mark.parametrize("step", [0, 1, 3])  # the last one is 3
 @pytest.mark.parametrize("micro_batch, offset, shown, terminal", [
-    (0, math.nan, "nan", True), (1, 200.0, "20", False), (1, math.inf, "inf", False), (0, -math.inf, "-inf", False)])
-def test_a_bad_loss_in_any_micro_batch_stops_the_run(toy, capsys, monkeypatch, micro_batch, offset, shown, terminal):
+    (0, math.nan, "nan", True), (1, 200.0, "20", False), (1, math.inf, "inf", False), (2, math.nan, "nan", False),
+    (2, -math.inf, "-inf", False)])
+def test_a_bad_loss_in_any_micro_batch_stops_the_run(toy, capsys, monkeypatch, step, micro_batch, offset, shown,
+                                                     terminal):
+    toy(prepare, MAX_SEQ_LEN=64)
+    toy(train, TOTAL_BATCH_SIZE=3 * 4 * 64, DEVICE_BATCH_SIZE=4, UNTIMED_STEPS=3)
     calls, forward = [], train.GPT.forward
 
     def failing_forward(model, idx, targets=None, reduction="mean"):
         calls.append(targets)
-        return forward(model, idx, targets, reduction) + (offset if len(calls) == 3 + micro_batch else 0)
+        return forward(model, idx, targets, reduction) + (offset if len(calls) == 3 * step + micro_batch + 1 else 0)
 
     monkeypatch.setattr(train.GPT, "forward", failing_forward)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
@@ -299,8 +311,24 @@ def test_a_bad_loss_in_any_micro_batch_stops_the_run(toy, capsys, monkeypatch, m
         train.main()
     assert error.value.code == 1
     last_line = capsys.readouterr().out.rstrip("\n").split("\n")[-1]
-    assert last_line.startswith("FAIL") and re.search(rf"\b1\b.*{shown}", last_line)
-    assert len(calls) == 4  # after that step, not later
+    assert last_line.startswith("FAIL") and re.search(rf"\b{step}\b.*{shown}", last_line)
+    assert len(calls) == 3 * (step + 1)  # after that step, not later
+
+
+def test_weights_that_the_last_step_spoils_give_no_score(toy, capsys, monkeypatch):
+    toy(train, UNTIMED_STEPS=1)
+    steps, step = [], train.MuonAdamW.step
+
+    def spoiling_step(optimizer):
+        step(optimizer)
+        steps.append(step)
+        if len(steps) == 2:
+            optimizer.param_groups[0]["params"][0].data.fill_(math.nan)
+
+    monkeypatch.setattr(train.MuonAdamW, "step", spoiling_step)
+    with pytest.raises(SystemExit) as error:
+        train.main()
+    assert "finite" in sentence(error) and "val_bpb:" not in capsys.readouterr().out and len(steps) == 2
 
 
 def test_a_rate_that_blows_up_ends_in_fail(toy, capsys, monkeypatch):
@@ -309,12 +337,6 @@ def test_a_rate_that_blows_up_ends_in_fail(toy, capsys, monkeypatch):
         train.main()
     output = capsys.readouterr().out
     assert error.value.code == 1 and re.search("^FAIL.* 1.*nan", output, re.M) and "val_bpb" not in output
-
-
-def sentence(error):
-    """The one line with which a run was refused; Python prints it and exits with 1."""
-    assert isinstance(error.value.code, str) and "\n" not in error.value.code
-    return error.value.code
 
 
 @pytest.mark.parametrize("total, rows", [(5000, 8), (1000, 8), (2**12, 3), (2**12, 0), (0, 8), (-4096, -8)])
@@ -384,6 +406,143 @@ def test_tied_weights_stay_tied_and_new_modules_keep_their_own_initialization(to
     with pytest.raises(Stop):
         train.main()
     assert seen["tied"] and seen["scale"].eq(1).all()
+
+
+def edit_model(change):
+    """An edit of GPT.__init__: what `change` does to the model at its end."""
+    def edit(monkeypatch):
+        init = train.GPT.__init__
+        monkeypatch.setattr(train.GPT, "__init__", lambda model, config: (init(model, config), change(model))[0])
+    return edit
+
+
+def edit_mlp(forward):
+    return lambda monkeypatch: monkeypatch.setattr(train.MLP, "forward", forward)
+
+
+def edit_block(module, forward):
+    """A module in every block, made for its width, through which the residual stream goes at the block's end."""
+    def edit(monkeypatch):
+        init, block = train.Block.__init__, train.Block.forward
+
+        def init_with_module(self, config, layer_idx):
+            init(self, config, layer_idx)
+            self.extra = module(config.n_embd)
+
+        monkeypatch.setattr(train.Block, "__init__", init_with_module)
+        monkeypatch.setattr(train.Block, "forward", lambda self, *args: forward(self.extra, block(self, *args)))
+    return edit
+
+
+def grouped_queries(monkeypatch):
+    build = train.build_model_config
+    monkeypatch.setattr(train, "build_model_config", lambda *args: dataclasses.replace(build(*args), n_kv_head=1))
+
+
+def frozen_embedding(model):
+    model.transformer.wte.weight.requires_grad = False
+
+
+def tied_weights(model):
+    model.lm_head.weight = model.transformer.wte.weight
+
+
+def unused_parameter(model):
+    model.transformer.h[0].spare = torch.nn.Linear(8, 8)
+
+
+def wider_mlp(model):
+    for block in model.transformer.h:
+        C = model.config.n_embd
+        block.mlp.c_fc, block.mlp.c_proj = (torch.nn.Linear(*sizes, bias=False) for sizes in ((C, 5 * C), (5 * C, C)))
+
+
+ORDINARY_EDITS = {
+    "depth 1": dict(DEPTH=1), "depth 3": dict(DEPTH=3), "head dim 64": dict(HEAD_DIM=64),
+    "head dim 256": dict(HEAD_DIM=256), "narrow": dict(ASPECT_RATIO=8, HEAD_DIM=8), "warmup": dict(WARMUP_RATIO=0.3),
+    "one window": dict(WINDOW_PATTERN="L"), "other windows": dict(WINDOW_PATTERN="ssL", DEPTH=4),
+    "no warmdown": dict(WARMDOWN_RATIO=0.0), "warmdown all the way": dict(WARMDOWN_RATIO=1.0, FINAL_LR_FRAC=0.1),
+    "no weight decay": dict(WEIGHT_DECAY=0.0), "one row": dict(DEVICE_BATCH_SIZE=1, TOTAL_BATCH_SIZE=256),
+    "one micro-batch": dict(DEVICE_BATCH_SIZE=8), "odd rows": dict(DEVICE_BATCH_SIZE=5, TOTAL_BATCH_SIZE=3 * 5 * 64),
+    "more rows than are scored": dict(DEVICE_BATCH_SIZE=32, TOTAL_BATCH_SIZE=2048),
+    "every step charged": dict(UNTIMED_STEPS=0),
+    "grouped queries": grouped_queries, "tied weights": edit_model(tied_weights),
+    "frozen embedding": edit_model(frozen_embedding), "unused parameter": edit_model(unused_parameter),
+    "wider MLP": edit_model(wider_mlp), "no value embeddings": lambda monkeypatch: monkeypatch.setattr(
+        train, "has_ve", lambda layer_idx, n_layer: False),
+    "GELU": edit_mlp(lambda mlp, x: mlp.c_proj(torch.nn.functional.gelu(mlp.c_fc(x)))),
+    "learned norm": edit_block(torch.nn.RMSNorm, lambda extra, x: extra(x)),
+    "dropout": edit_block(lambda C: torch.nn.Dropout(0.1), lambda extra, x: extra(x)),
+    "a linear layer with bias": edit_block(lambda C: torch.nn.Linear(C, C), lambda extra, x: x + extra(x)),
+    "a convolution": edit_block(lambda C: torch.nn.Conv1d(C, C, 3, groups=C),
+                                lambda extra, x: x + extra(torch.nn.functional.pad(x.mT, (2, 0))).mT),
+    "positions": edit_block(lambda C: torch.nn.Embedding(64, C), lambda extra, x: x + extra.weight[:x.size(1)]),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ORDINARY_EDITS)
+def test_an_ordinary_edit_runs_to_its_score(toy, capsys, monkeypatch, kind, device):
+    edit = ORDINARY_EDITS[kind]
+    toy(prepare, MAX_SEQ_LEN=64, EVAL_TOKENS=20 * 64)
+    toy(train, TOTAL_BATCH_SIZE=512, DEVICE_BATCH_SIZE=4, UNTIMED_STEPS=2)
+    if callable(edit):
+        edit(monkeypatch)
+    else:
+        toy(train, **edit)
+    if device == "cuda":  # where main() would keep the full scale
+        train.use_toy_scale()
+        torch._dynamo.reset()
+    train.main()
+    summary = SUMMARY.search(capsys.readouterr().out)
+    assert 0 < float(summary["val_bpb"]) < 20 and int(summary["num_steps"]) == train.UNTIMED_STEPS + 1
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "step", "evaluation"])
+def test_memory_that_runs_out_is_a_sentence_that_names_the_constant(toy, capsys, monkeypatch, place):
+    def run_out(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    target = {"forward": (train.GPT, "forward"), "backward": (torch.Tensor, "backward"),
+              "step": (train.MuonAdamW, "step"), "evaluation": (prepare, "score")}[place]
+    monkeypatch.setattr(*target, run_out)
+    with pytest.raises(SystemExit) as error:
+        train.main()
+    assert "DEVICE_BATCH_SIZE" in sentence(error) and "2.00 GiB" in sentence(error)
+    assert "val_bpb:" not in capsys.readouterr().out
+
+
+def test_parameters_that_no_gradient_reaches_are_named_once(toy, capsys, monkeypatch):
+    def idle_and_ignored(model):
+        model.transformer.h[0].spare = torch.nn.Linear(8, 8, bias=False)
+        model.transformer.h[1].attn.c_q.bias = torch.nn.Parameter(torch.zeros(model.config.n_embd))  # not read
+
+    edit_model(idle_and_ignored)(monkeypatch)
+    toy(prepare, MAX_SEQ_LEN=64)
+    toy(train, UNTIMED_STEPS=1)
+    train.main()
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == 1 and "transformer.h.0.spare.weight, transformer.h.1.attn.c_q.bias:" in warnings[0]
+
+
+@pytest.mark.parametrize("error, shown", [
+    (OSError(errno.ENOSPC, "No space left on device"), "No space left"), (BrokenPipeError(errno.EPIPE, "Broken pipe"),
+     "Broken pipe"), (FileNotFoundError("there is no shard"), "no shard"), (OSError("could not get source code"), None),
+    (ValueError("a bug"), None)])
+def test_what_the_system_refuses_is_a_sentence_and_a_bug_keeps_its_traceback(error, shown):
+    with pytest.raises(SystemExit if shown else type(error)) as raised, train.mistakes_as_sentences():
+        raise error
+    assert not shown or shown in sentence(raised)
+
+
+def test_a_clock_that_is_set_back_changes_nothing(toy, capsys, monkeypatch):
+    toy(prepare, MAX_SEQ_LEN=64)
+    toy(train, UNTIMED_STEPS=1)
+    now = itertools.count(2e9, -3600)
+    monkeypatch.setattr(time, "time", lambda: float(next(now)))
+    train.main()
+    summary = SUMMARY.search(capsys.readouterr().out)
+    assert int(summary["num_steps"]) == 2 and 0 < float(summary["training_seconds"]) <= float(summary["total_seconds"])
 
 
 def test_an_error_in_the_model_is_no_users_mistake_and_keeps_its_traceback(toy, monkeypatch):
@@ -471,3 +630,19 @@ def test_a_run_on_cuda_prints_the_summary_and_leaves_all_its_graphs_to_the_compi
     assert summary and "TOY" not in output, output
     assert 0.5 < float(summary["val_bpb"]) < 3.0
     assert float(summary["peak_vram_mb"]) > 10 and int(summary["num_steps"]) > 50 and summary["depth"] == "4"
+
+
+@pytest.mark.gpu
+def test_a_gpu_whose_memory_runs_out_is_a_sentence(toy_home, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(toy_home))
+    prepare.use_toy_scale()
+    train.DEPTH, train.TOTAL_BATCH_SIZE, train.DEVICE_BATCH_SIZE = 2, 2**17, 512
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(2**28 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(SystemExit) as error:
+            train.main()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "DEVICE_BATCH_SIZE" in sentence(error) and "out of memory" in sentence(error)
+    assert "val_bpb:" not in capsys.readouterr().out
