@@ -31,6 +31,9 @@ ORDINARY = [
     ("0000000", "0.962000", "50.1", "keep", "same from less code"),
 ]
 
+STRANGE = ["50%\r100%", "a\vb\fc\x1cd\x85e\u2028f", "\ufefftitle", '"', "$\\$%s{}", "🙂 你好 \u202eabc", "w" * 200_000,
+           "# no"]
+
 
 def write_ledger(folder, rows):
     (folder / "results.tsv").write_text("\n".join([HEADER] + ["\t".join(row) for row in rows]) + "\n", encoding="utf-8")
@@ -206,6 +209,27 @@ def test_labels_do_not_overlap_however_close_the_scores_are(run_cells, n_kept):
     boxes.sort(key=lambda box: box.y0)
     assert len(boxes) == n_kept
     assert all(below.y1 <= above.y0 + 1 for below, above in zip(boxes, boxes[1:], strict=False))
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # not every character is in the font
+def test_strange_descriptions_and_scores_are_printed_and_drawn(run_cells):
+    scores = ["1.0", "9" * 400, "1e400", "1e-400", "True", "0x1", "1_0", "٣", "1e308", "+.9"]
+    rows = [(f"{i:07x}", scores[i % len(scores)], "44.0", "keep", text) for i, text in enumerate(STRANGE * 2)]
+    out, variables = run_cells(rows + ORDINARY)
+    assert f"Experiments: {len(rows) + len(ORDINARY)}" in out.splitlines()
+    assert variables["ledger"]["description"].tolist() == [row[4] for row in rows + ORDINARY]
+    usable = {"1.0": 1.0, "1e308": 1e308, "+.9": 0.9}
+    assert variables["ledger"]["score"].dropna().tolist()[:-8] == [usable[row[1]] for row in rows if row[1] in usable]
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+@pytest.mark.parametrize("description", ['quoted "words"', r"a\nb \t 100% $x", "naïve 你好 🙂", "# no", "-n", "a\rb"])
+def test_a_row_that_printf_wrote_is_read_as_it_was_written(run_cells, tmp_path, description):
+    write_ledger(tmp_path, ORDINARY)
+    command = r"printf '%s\t%s\t%s\t%s\t%s\n' abcdef0 0.950000 44.0 keep " + f"'{description}' >> results.tsv"
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    _, variables = run_cells(None)
+    assert variables["ledger"]["description"].tolist() == [row[4] for row in ORDINARY] + [description]
 
 
 def program_blocks():
