@@ -145,7 +145,7 @@ def load_cached_kernel(repo_id, revision):
         if theirs is None:  # by path: by name the library refuses a cache without the builds for other machines
             with contextlib.suppress(Exception):
                 path = snapshot_download(repo_id, repo_type="kernel", revision=revision, allow_patterns=[],
-                                         cache_dir=os.environ.get("KERNELS_CACHE"))
+                                         local_files_only=True, cache_dir=os.environ.get("KERNELS_CACHE"))
                 os.environ["LOCAL_KERNELS"] = f"{repo_id}={path}"
         return get_kernel(repo_id, revision=revision, trust_remote_code=[repo_id])
     finally:

@@ -351,25 +351,31 @@ def sends_half(then):
 
 
 gone = answers(404, X_Error_Code="RepoNotFound")
-FAULTS = {
+HUB_FAULTS = {
     "gone": gone, "unauthorized": answers(401), "forbidden": answers(403), "broken": answers(500),
     "overloaded": answers(503), "too many requests": answers(429), "come back later": answers(429, Retry_After=300),
     "a log-in page": answers(200, b"<html>", Content_Type="text/html"), "other JSON": answers(200, b"null"),
-    "redirects": redirects_for_ever, "no answer": stalls, "no list": on("/tree/", stalls),
-    "no list, come back later": on("/tree/", answers(429, Retry_After=300)),
+    "redirects": redirects_for_ever, "no answer": stalls,
+}
+DOWNLOAD_FAULTS = {
+    "no list": on("/tree/", stalls), "no list, come back later": on("/tree/", answers(429, Retry_After=300)),
     "no files": on("/resolve/", gone, "HEAD"), "no download": on("/resolve/", stalls),
     "a download cut": on("__init__", sends_half(lambda handler: None)),
     "a download that stalls": on("__init__", sends_half(stalls)),
 }
+FAULTS = HUB_FAULTS | DOWNLOAD_FAULTS
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_hub_that_fails_leaves_the_next_cached_kernel(hub, capsys, monkeypatch, fault):
     hub.fill_cache(SECOND)
-    hub.fault, probe_hub = fault, train.probe_hub
+    hub.fault, probe_hub, downloads = FAULTS[fault], train.probe_hub, []
     monkeypatch.setattr(train, "probe_hub", lambda repo, revision: probe_hub(repo, revision, seconds=0.4))
+    monkeypatch.setattr(train.subprocess, "run", lambda command, **options: (
+        downloads.append(options["timeout"]), run_in_a_fork(command, **options))[1])
     assert_chosen(SECOND, capsys)
     assert hub.requests and not any(SECOND in path for path in hub.requests)
+    assert downloads == ([90] if fault in DOWNLOAD_FAULTS else [])  # where the hub itself fails, none is begun
 
 
 @pytest.mark.parametrize("stalls_on, expected", [(None, FIRST), ("__init__", SECOND)])

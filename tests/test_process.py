@@ -92,7 +92,7 @@ def begin(start, home, hub):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize("delay", [round(RNG.uniform(0, 1), 3) for _ in range(3)])
+@pytest.mark.parametrize("delay", [round(RNG.uniform(*when), 3) for when in ((0, 0.3), (0, 0.3), (0.3, 1))])
 def test_after_a_signal_at_any_moment_the_next_run_completes_the_cache(begin, home, hub, number, delay):
     script = begin()
     wait_until(lambda: hub.requests)
