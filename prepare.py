@@ -210,7 +210,7 @@ def fetch_shard(name):
 
     Raises requests.RequestException or ValueError for what the server sent, OSError for what the disk refused.
     """
-    endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/")  # replaces the host, as everywhere in that world
+    endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/")  # replaces the host, as for all tools of that hub
     base_url = endpoint + urlsplit(BASE_URL).path if endpoint else BASE_URL
     with requests.get(f"{base_url}/{name}", stream=True, timeout=DOWNLOAD_TIMEOUTS,
                       headers={"Accept-Encoding": "identity"}) as response:
