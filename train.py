@@ -213,7 +213,7 @@ def load_attention(device):
             check_attention(candidate, device)
             attention = candidate
             return name
-        except BaseException as error:  # a kernel can fail in any way; the next candidate computes the same
+        except BaseException as error:  # a kernel can fail in any way, exit too; the next candidate computes the same
             print(f"not using {name}: {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}")
     return "masked SDPA"
 
@@ -730,18 +730,18 @@ def use_toy_scale():
 
 @contextlib.contextmanager
 def mistakes_as_sentences():
-    """A user's mistake ends the script with its sentence; other errors are bugs, and keep their traceback."""
+    """A user's mistake, and what the system refuses, ends the script with a sentence; bugs keep their traceback."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise SystemExit(f"GPU memory ran out; lower DEVICE_BATCH_SIZE in train.py, or undo what takes more ({error})"
-                         ) from None
+        message = f"GPU memory ran out; lower DEVICE_BATCH_SIZE in train.py, or undo what takes more ({error})"
+        raise SystemExit(message) from None
     except (FileNotFoundError, prepare.UserError) as error:
         raise SystemExit(str(error)) from None
     except OSError as error:
-        if error.errno is None:
+        if error.errno is None:  # not from the system, which refuses a full disk or a pipe that nobody reads
             raise
-        raise SystemExit(str(error)) from None  # what the system refuses: a full disk, a pipe that nobody reads
+        raise SystemExit(str(error)) from None
 
 
 @mistakes_as_sentences()

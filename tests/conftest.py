@@ -195,22 +195,21 @@ def launcher(tmp_path_factory):
 def start(launcher, tmp_path):
     """A function that starts "prepare.py" or "train.py" with arguments in an empty folder, and returns the Script.
 
-    Its HOME is tmp_path / "home". `smaller` sets constants of the toy scale; `env` None removes a variable; `stdin`,
-    `stdout` and `stderr` are file numbers, None for a closed one, and by default nothing and a log.
+    Its HOME is tmp_path / "home". `smaller` sets constants of the toy scale; `stdin`, `stdout` and `stderr` are file
+    numbers, None for a closed one, and by default nothing and a log.
     """
     scripts, home, cwd = [], tmp_path / "home", tmp_path / "cwd"
     home.mkdir(exist_ok=True)
     cwd.mkdir()
 
     def start(name, *args, env=(), smaller=None, unprivileged=False, **streams):
-        env = {**os.environ, "HOME": str(home), "CUDA_VISIBLE_DEVICES": "", **dict(env)}
+        env = os.environ | {"HOME": str(home), "CUDA_VISIBLE_DEVICES": ""} | dict(env)
         log = tmp_path / f"{len(scripts)}.log"
         with open(log, "wb") as default, open(os.devnull, "rb") as nothing:
             files = [streams.get(stream, file.fileno())
                      for stream, file in (("stdin", nothing), ("stdout", default), ("stderr", default))]
             job = dict(argv=[str(TESTS.parent / name), *args], open=[file is not None for file in files], cwd=str(cwd),
-                       env={key: value for key, value in env.items() if value is not None}, smaller=smaller,
-                       unprivileged=unprivileged)
+                       env=env, smaller=smaller, unprivileged=unprivileged)
             pid = launcher(job, [file for file in files if file is not None])
         scripts.append(Script(launcher, pid, log))
         return scripts[-1]
