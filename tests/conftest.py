@@ -141,6 +141,20 @@ def golden_model(golden):
     return model
 
 
+@pytest.fixture
+def run_notebook():
+    """A function that executes the cells of analysis.ipynb in this process, and returns their variables."""
+
+    def run():
+        variables = {}
+        for cell in json.loads((TESTS.parent / "analysis.ipynb").read_text(encoding="utf-8"))["cells"]:
+            if cell["cell_type"] == "code":
+                exec(compile("".join(cell["source"]), f"analysis.ipynb:{cell['id']}", "exec"), variables)
+        return variables
+
+    return run
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The scripts as processes
 # ----------------------------------------------------------------------------------------------------------------------
