@@ -252,8 +252,8 @@ def test_a_night_by_program_md_leaves_branch_log_and_ledger_as_they_must_be(clon
 
     def play(description, *statuses, ends="", **how):
         """One experiment, the status of its row (and of its repeat), and what the end of its log shows."""
-        before, head, source = agent.folder / "results.tsv", agent.git("rev-parse", "HEAD"), folder / "train.py"
-        before, source = before.read_text(), source.read_bytes()
+        before, source = (folder / "results.tsv").read_text(), (folder / "train.py").read_bytes()
+        head = agent.git("rev-parse", "HEAD")
         agent.experiment(description, **how)
         rows = [(status, "repeat: " * i + description) for i, status in enumerate(statuses)]
         if statuses[0] == "keep":
@@ -283,6 +283,8 @@ def test_a_night_by_program_md_leaves_branch_log_and_ledger_as_they_must_be(clon
     check(agent, before, [("discard", "higher rate"),
                           ("discard", "repeat: equal from less (new conditions)")], head)
     play("higher rate again", "keep", edit=HIGHER)
+
+    assert env["SEED"] == luck  # still, so that the scores below can be told beforehand
 
     # a power failure in the middle of a run; the next day a second agent works beside the first
     agent.begin("never judged", SAME)
