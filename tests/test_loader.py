@@ -559,10 +559,11 @@ def test_the_benchmark_refuses_to_compare_different_streams(bench, monkeypatch):
 @pytest.mark.gpu
 def test_a_gpu_that_is_far_behind_sees_every_batch_of_a_synchronous_loader(tiny):
     content = [list(prepare.read_row_groups(path)) for path in prepare.split_paths("train")]
-    seen = []
+    seen, matrix = [], torch.randn(8192, 8192, device="cuda")
     loader = prepare.make_dataloader(tiny, 8, 2048, "train")
     for inputs, targets, epoch in itertools.islice(loader, 100):
-        torch.cuda._sleep(50_000_000)  # cycles, about 30 ms: what follows waits, and so do the copies of later batches
+        for _ in range(2):  # some 30 ms of work: what follows waits, and so do the copies of later batches
+            matrix @ matrix
         seen.append((inputs.clone(), targets.clone(), epoch))
     assert not torch.cuda.current_stream().query()  # it is behind indeed
     loader.close()

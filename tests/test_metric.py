@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn as nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 import prepare
 
@@ -178,13 +178,16 @@ def test_the_model_is_called_with_ids_only_in_eval_mode_without_gradients(tokeni
     assert model.table.weight.grad is None and torch.is_grad_enabled()
 
 
-class NoWaiting(TorchDispatchMode):
-    """Within it, what makes the host wait for a GPU is an error, as far as it shows without one: item() and masks."""
+class NoWaiting(TorchFunctionMode):
+    """Within it, what makes the host wait for a GPU is an error, as far as it shows without one: numbers and masks."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        aten = torch.ops.aten
-        assert func not in (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default)
-        assert func is not aten.index.Tensor or all(i is None or i.dtype != torch.bool for i in args[1])
+    WAITING = {"item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "__bool__", "__int__", "__float__"}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func.__name__ not in self.WAITING
+        if func.__name__ == "__getitem__":
+            indices = args[1] if isinstance(args[1], tuple) else args[1:]
+            assert not any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in indices)
         return func(*args, **(kwargs or {}))
 
 
