@@ -1,6 +1,6 @@
 """The notebook on real and broken ledgers, and what program.md shows for reference.
 
-Four ledgers run in a real kernel; the others run the same cells in this process, which is faster.
+One ledger runs in a real kernel; the others run the same cells in this process, which is faster.
 """
 
 import re
@@ -97,27 +97,21 @@ def test_an_ordinary_ledger_gives_counts_gains_noise_and_ranking(tmp_path, monke
     assert_figure_saved(tmp_path)
 
 
-def test_a_ledger_with_only_its_header_runs_to_the_end(tmp_path, monkeypatch):
-    write_ledger(tmp_path, [])
-    out = run_in_kernel(tmp_path, monkeypatch)
+def test_a_ledger_with_only_its_header_runs_to_the_end(run_cells):
+    out, _ = run_cells([])
     assert "Experiments: 0" in out and "Keep rate: none" in out and "Nothing kept yet." in out
-    assert_figure_saved(tmp_path)
 
 
-def test_a_ledger_of_crashes_has_no_results_whatever_their_rows_say(tmp_path, monkeypatch):
+def test_a_ledger_of_crashes_has_no_results_whatever_their_rows_say(run_cells):
     crashes = [("aaaaaaa", "0.000000", "0.0", "crash", "one"), ("bbbbbbb", "0.500000", "44.0", "crash", "two")]
-    write_ledger(tmp_path, crashes)
-    out = run_in_kernel(tmp_path, monkeypatch)
+    out, _ = run_cells(crashes)
     assert "keep: 0, discard: 0, crash: 2" in out and "Nothing kept yet." in out and "0.5" not in out
-    assert_figure_saved(tmp_path)
 
 
-def test_a_single_kept_row_is_baseline_and_best(tmp_path, monkeypatch):
-    write_ledger(tmp_path, ORDINARY[:1])
-    out = run_in_kernel(tmp_path, monkeypatch)
+def test_a_single_kept_row_is_baseline_and_best(run_cells):
+    out, _ = run_cells(ORDINARY[:1])
     assert "Baseline: 1.000000" in out and "Best:     1.000000" in out and "Gain:     0.000000 (0.00%)" in out
     assert "Keep rate: 1 / 1 = 100.0%" in out and "No gains yet" in out
-    assert_figure_saved(tmp_path)
 
 
 def test_a_missing_ledger_is_one_sentence_and_an_empty_figure(run_cells):
