@@ -1,7 +1,7 @@
 """
 Data, tokenizer and metric of the sandbox: everything that must stay the same from one experiment to the next.
 
-    uv run prepare.py                    10 training shards, the validation shard, the tokenizer (once, some minutes)
+    uv run prepare.py                    text, tokenizer and an attention kernel (once, some minutes)
     uv run prepare.py --num-shards 100   more text
     uv run prepare.py --toy              a tiny corpus from Python's own sources: no GPU, no network
 
@@ -14,6 +14,7 @@ import signal
 
 if __name__ == "__main__":  # Ctrl-C ends at once, in the slow imports as well: only whole files have their final names
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+os.environ |= {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "HF_HUB_VERBOSITY": "error"}  # a stale token would be refused
 
 import argparse
 import contextlib
@@ -25,13 +26,15 @@ import pickle
 import queue
 import random
 import re
+import shutil
+import struct
 import sysconfig
 import threading
 import time
 import uuid
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -65,6 +68,8 @@ DOWNLOAD_TIMEOUTS = (10, 30)      # seconds to connect, seconds between two piec
 DOWNLOAD_WAITS = (2, 4, 8, 16)    # seconds between the attempts
 MAX_RETRY_AFTER = 60              # seconds that a server may ask us to wait
 HEALING_STATUS = {408, 425, 429}  # the 4xx that another attempt can heal
+KERNEL = ("kernels-community/flash-attn3", "v1")  # repository and branch on the kernel hub
+KERNEL_DIR = os.path.join(CACHE_DIR, "kernels")
 
 VOCAB_SIZE = 8192  # special tokens included
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]
@@ -82,10 +87,11 @@ SCORE_CHUNK = 2**27     # logits scored at a time: bounds the memory of the metr
 
 def use_toy_scale():
     """Set the constants to a size that two CPU cores train in about a minute. Scores at this scale mean nothing."""
-    global MAX_SEQ_LEN, TIME_BUDGET, EVAL_TOKENS, VOCAB_SIZE, CACHE_DIR, DATA_DIR, TOKENIZER_DIR, PREPARE_COMMAND
+    global MAX_SEQ_LEN, TIME_BUDGET, EVAL_TOKENS, VOCAB_SIZE, CACHE_DIR, DATA_DIR, TOKENIZER_DIR, KERNEL_DIR
+    global PREPARE_COMMAND
     MAX_SEQ_LEN, TIME_BUDGET, EVAL_TOKENS, VOCAB_SIZE = 256, 20, 256 * 256, 1024
     CACHE_DIR = os.path.join(os.path.expanduser("~"), ".cache", "autoresearch", "toy")
-    DATA_DIR, TOKENIZER_DIR = os.path.join(CACHE_DIR, "data"), os.path.join(CACHE_DIR, "tokenizer")
+    DATA_DIR, TOKENIZER_DIR, KERNEL_DIR = (os.path.join(CACHE_DIR, name) for name in ("data", "tokenizer", "kernels"))
     PREPARE_COMMAND = "uv run prepare.py --toy"
 
 
@@ -205,15 +211,12 @@ def atomic_write(path):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def fetch_shard(name):
-    """One attempt: stream the shard to a temporary file, verify it, move it into place. Returns its size in bytes.
+def fetch_file(url, path):
+    """One attempt: stream `url` to a temporary file, verify it, move it to `path`. Returns its size in bytes.
 
     Raises requests.RequestException or ValueError for what the server sent, OSError for what the disk refused.
     """
-    endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/")  # replaces the host, as for all tools of that hub
-    base_url = endpoint + urlsplit(BASE_URL).path if endpoint else BASE_URL
-    with requests.get(f"{base_url}/{name}", stream=True, timeout=DOWNLOAD_TIMEOUTS,
-                      headers={"Accept-Encoding": "identity"}) as response:
+    with requests.get(url, stream=True, timeout=DOWNLOAD_TIMEOUTS, headers={"Accept-Encoding": "identity"}) as response:
         response.raise_for_status()
         if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
             raise UserError(f"the body has content encoding {encoding!r}, but identity was asked for")
@@ -221,7 +224,7 @@ def fetch_shard(name):
         etags = [reply.headers.get("X-Linked-ETag", "") for reply in (*response.history, response)]
         etags = [etag.removeprefix("W/").strip('"').lower() for etag in etags]
         sha256 = next((etag for etag in etags if re.fullmatch(r"[0-9a-f]{64}", etag)), None)
-        with atomic_write(os.path.join(DATA_DIR, name)) as file:
+        with atomic_write(path) as file:
             size, digest = 0, hashlib.sha256()
             for piece in response.iter_content(2**20):
                 size += file.write(piece)
@@ -231,19 +234,21 @@ def fetch_shard(name):
                 raise UserError(f"{size:,} bytes came, but the server announced {int(length):,}")
             if sha256 not in (None, digest.hexdigest()):
                 raise UserError(f"the SHA-256 is {digest.hexdigest()}, but the server announced {sha256}")
-            check_shard(file.name)
+            if path.endswith(".parquet"):
+                check_shard(file.name)
     return size
 
 
-def download_shard(name):
-    """Fetch one shard in up to five attempts. Returns its size in bytes and the seconds that the last attempt took.
+def download_file(url, path):
+    """Fetch one file in up to five attempts. Returns, for the progress line, its size and the speed of the last one.
 
     Raises what made the last attempt fail.
     """
     for wait in (*DOWNLOAD_WAITS, None):
         start = time.monotonic()
         try:
-            return fetch_shard(name), time.monotonic() - start
+            size = fetch_file(url, path)
+            return f"{size / 1e6:.1f} MB, {size / 1e6 / (time.monotonic() - start):.1f} MB/s"
         except (requests.RequestException, ValueError) as error:
             response = getattr(error, "response", None)
             status = response.status_code if response is not None else None
@@ -251,7 +256,8 @@ def download_shard(name):
                 raise
             asked = response.headers.get("Retry-After", "") if response is not None else ""
             wait = max(wait, min(int(asked), MAX_RETRY_AFTER)) if asked.isdecimal() else wait
-            print(f"{name}: {str(error).partition('; run ')[0]}; trying again in {wait} s", flush=True)
+            reason = str(error).partition("; run ")[0]
+            print(f"{os.path.basename(path)}: {reason}; trying again in {wait} s", flush=True)
             time.sleep(wait)
 
 
@@ -265,13 +271,15 @@ def download_data(num_shards, download_workers):
     names = {*(f"shard_{i:05d}.parquet" for i in range(num_train)), VAL_FILENAME}
     names = sorted(names | {os.path.basename(path) for path in list_parquet_files()})
     missing, failed = missing_shards(names), []
+    endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/")  # replaces the host, as for all tools of that hub
+    base_url = endpoint + urlsplit(BASE_URL).path if endpoint else BASE_URL
     print(f"{len(names) - len(missing)} of {len(names)} shards are in {DATA_DIR}", flush=True)
     with ThreadPoolExecutor(download_workers) as pool:
-        futures = {pool.submit(download_shard, name): name for name in missing}
+        futures = {pool.submit(download_file, f"{base_url}/{name}", os.path.join(DATA_DIR, name)): name
+                   for name in missing}
         for count, future in enumerate(as_completed(futures), 1):
             try:
-                size, seconds = future.result()
-                outcome = f"{size / 1e6:.1f} MB, {size / 1e6 / seconds:.1f} MB/s"
+                outcome = future.result()
             except (OSError, ValueError) as error:  # the others are still fetched
                 failed.append(futures[future])
                 outcome = f"FAILED: {error}"
@@ -301,6 +309,100 @@ def write_toy_shards():
         with atomic_write(os.path.join(DATA_DIR, name)) as file:
             pq.write_table(pa.table({"text": documents}), file, compression="zstd", row_group_size=1024)
         print(f"{name}: {len(documents):,} documents", flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The attention kernel: builds of the official repository, below KERNEL_DIR in the hub's own layout
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def first_line(error):
+    """What an error says, without the paragraphs that libraries add; its type if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def check_kernel(folder):
+    """Raise FileNotFoundError if no build in `folder` fits this PyTorch and CUDA, another error if one is not whole."""
+    from kernels.resolver import resolve_local_kernel  # here, since loading this library takes half a second
+
+    build = resolve_local_kernel(Path(folder), backend=None)
+    if digest := build.metadata.digest:  # of every file; official builds have it
+        digest.validate(digest.hash_variant(digest.algorithm, build.variant_path))
+    for path in build.variant_path.rglob("*.so"):  # loading one that is cut would kill the process
+        with open(path, "rb") as file:
+            start, entry_size, entries = struct.unpack("<40xQ10xHH2x", file.read(64))  # of the table that ends the file
+        if path.stat().st_size < start + entry_size * entries:
+            raise UserError(f"{path} is cut")
+
+
+def load_kernel():
+    """Import the kernel in the cache. Raises FileNotFoundError if no build fits; a bad one can raise anything."""
+    from kernels import get_local_kernel  # asks the network for nothing where HF_HUB_OFFLINE is set
+
+    folder = Path(KERNEL_DIR, "flash-attn3")
+    try:
+        check_kernel(folder)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no kernel for this PyTorch in {folder}; run `{PREPARE_COMMAND}`") from None
+    return get_local_kernel(folder)
+
+
+def list_build():
+    """The files of the hub's best build for this PyTorch, CUDA and platform: path in the repository to address."""
+    from huggingface_hub import HfApi, hf_hub_url
+    from kernels import VariantAccepted, get_kernel_variants
+
+    repo, branch = KERNEL
+    choices = get_kernel_variants(repo, revision=branch)  # the best one first
+    if not choices or not isinstance(choices[0], VariantAccepted):
+        raise UserError(f"the hub has no build for PyTorch {torch.__version__} on this machine")
+    where = {"revision": branch, "repo_type": "kernel"}
+    tree = HfApi().list_repo_tree(repo, f"build/{choices[0].variant.variant_str}", recursive=True, **where)
+    return {item.path: hf_hub_url(repo, item.path, **where) for item in tree if hasattr(item, "size")}
+
+
+def fetch_build(folder, temporary):
+    """Bring the build that suits best into `folder`, in place of a damaged one. Raises whatever goes wrong."""
+    answer = Future()
+
+    def ask():
+        try:
+            answer.set_result(list_build())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()  # the library itself may wait for ever
+    urls = answer.result(sum(DOWNLOAD_TIMEOUTS))
+    for count, (path, url) in enumerate(urls.items(), 1):
+        os.makedirs(os.path.dirname(os.path.join(temporary, path)), exist_ok=True)
+        print(f"[{count}/{len(urls)}] {path} {download_file(url, os.path.join(temporary, path))}", flush=True)
+    check_kernel(temporary)
+    build = os.path.join(*Path(path).parts[:2])
+    shutil.rmtree(os.path.join(folder, build), ignore_errors=True)
+    os.renames(os.path.join(temporary, build), os.path.join(folder, build))
+
+
+def fetch_kernel():
+    """Bring the build that fits into KERNEL_DIR unless it is there, or say in a sentence why not.
+
+    Fetched like shards: `install_kernel` and `snapshot_download` check no signature either, nor a SHA-256, and write
+    to other folders. Of several processes one fetches, the others wait for it.
+    """
+    folder, temporary = os.path.join(KERNEL_DIR, "flash-attn3"), os.path.join(KERNEL_DIR, "flash-attn3.tmp")
+    try:
+        os.makedirs(KERNEL_DIR, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # a read-only disk, or one without locks
+                fcntl.flock(stack.enter_context(open(f"{folder}.lock", "ab")), fcntl.LOCK_EX)
+                shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+            try:
+                check_kernel(folder)
+            except Exception:  # there is none, or not a whole one
+                fetch_build(folder, temporary)
+        print(f"the attention kernel is in {folder}", flush=True)
+    except Exception as error:
+        print(f"the attention kernel could not be fetched ({first_line(error)}): PyTorch's own kernels serve")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -720,6 +822,8 @@ def main():
         else:
             download_data(args.num_shards, args.download_workers)
         train_tokenizer()
+        if not args.toy:
+            fetch_kernel()
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None
     print("Done! Ready to train.")

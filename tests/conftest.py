@@ -22,6 +22,7 @@ import torch
 
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS.parent))
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the real hub for a kernel
 
 from fake_hub import hub  # noqa: E402, F401
 
@@ -48,6 +49,7 @@ def point_prepare_at(cache_dir):
     prepare.CACHE_DIR = str(cache_dir)
     prepare.DATA_DIR = os.path.join(cache_dir, "data")
     prepare.TOKENIZER_DIR = os.path.join(cache_dir, "tokenizer")
+    prepare.KERNEL_DIR = os.path.join(cache_dir, "kernels")
 
 
 def set_constants(values, *modules):
@@ -217,21 +219,21 @@ def launcher(tmp_path_factory):
 def start(launcher, tmp_path):
     """A function that starts "prepare.py" or "train.py" with arguments in an empty folder, and returns the Script.
 
-    Its HOME is tmp_path / "home". `smaller` sets constants of both files at toy scale; `stdin`, `stdout` and `stderr`
-    are file numbers, None for a closed one, and by default nothing and a log.
+    Its HOME is tmp_path / "home". `smaller` sets constants of both files at toy scale, `code` is run in place of the
+    script; `stdin`, `stdout` and `stderr` are file numbers, None for a closed one, and by default nothing and a log.
     """
     scripts, home, cwd = [], tmp_path / "home", tmp_path / "cwd"
     home.mkdir(exist_ok=True)
     cwd.mkdir()
 
-    def start(name, *args, env=(), smaller=None, unprivileged=False, **streams):
+    def start(name, *args, env=(), smaller=None, code=None, unprivileged=False, **streams):
         env = os.environ | {"HOME": str(home), "CUDA_VISIBLE_DEVICES": ""} | dict(env)
         log = tmp_path / f"{len(scripts)}.log"
         with open(log, "wb") as default, open(os.devnull, "rb") as nothing:
             files = [streams.get(stream, file.fileno())
                      for stream, file in (("stdin", nothing), ("stdout", default), ("stderr", default))]
             job = dict(argv=[str(TESTS.parent / name), *args], open=[file is not None for file in files], cwd=str(cwd),
-                       env=env, smaller=smaller, unprivileged=unprivileged)
+                       env=env, smaller=smaller, code=code, unprivileged=unprivileged)
             pid = launching.ask(launcher, job, [file for file in files if file is not None])
         scripts.append(Script(launcher, pid, log))
         return scripts[-1]

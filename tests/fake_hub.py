@@ -1,10 +1,14 @@
-"""A hub on loopback that shows the faults real ones do.
+"""A hub on loopback that shows the faults real ones do. It has shards of text and a repository of attention kernels.
 
-An answer is a function of (handler, body) that sends a response; body is the good shard of that name.
+An answer is a function of (handler, body) that sends a response; body is what a good hub would send.
 """
 
+import base64
 import gzip
+import hashlib
 import io
+import json
+import platform
 import random
 import socket
 import struct
@@ -12,10 +16,12 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import prepare
 
@@ -32,6 +38,34 @@ def shard_bytes(name):
     """A shard of its own for each name, some 100 kB that no compression makes small."""
     rng = random.Random(name)
     return parquet({"text": [f"{name} {rng.randbytes(500).hex()}" for _ in range(150)]})
+
+
+BACKEND = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
+FITS = f"torch-stable-abi29-{BACKEND}-{platform.machine()}-linux"  # this machine and PyTorch
+OTHERS = [f"torch-stable-abi99-{BACKEND}-{platform.machine()}-linux", f"torch-stable-abi29-{BACKEND}-s390x-linux",
+          f"torch29-cxx11-cu10-{platform.machine()}-linux", f"torch-stable-abi29-{BACKEND}-{platform.machine()}-plan9"]
+LIBRARY = b"\x7fELF" + struct.pack("<36xQ10xHH2x", 100_000, 64, 2) + bytes(100_064)  # whole: a table ends it
+
+
+def kernel_files(init="", variant=FITS, archs=("9.0",), digest=True, **metadata):
+    """One build as the repository holds it: path to bytes. `metadata` may use _ for the - in a key."""
+    files = {"__init__.py": init.encode(), "_ops.abi3.so": LIBRARY, "layers/__init__.py": b"# layers"}
+    metadata = {name.replace("_", "-"): value for name, value in metadata.items()}
+    metadata = {"name": "flash-attn3", "id": f"_kernel_{hashlib.sha1(init.encode()).hexdigest()}", "version": 1,
+                "license": "BSD-3-Clause", "python-depends": [], "backend": {"type": "cuda", "archs": archs}} | metadata
+    if digest:
+        sums = {name: base64.b64encode(hashlib.sha256(body).digest()).decode() for name, body in files.items()}
+        metadata["digest"] = {"algorithm": "sha256", "files": sums}
+    files["metadata.json"] = json.dumps(metadata).encode()
+    return {f"build/{variant}/{name}": body for name, body in files.items()}
+
+
+def write_kernel(folder, files):
+    """Put files of the repository where prepare.py would."""
+    for name, body in files.items():
+        path = Path(folder, "flash-attn3", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
 
 
 def send(handler, body, status=200, length=None, **headers):
@@ -130,14 +164,26 @@ FAULTS = {
 
 
 class Handler(BaseHTTPRequestHandler):
+    def good_body(self, path):
+        """What a good hub has at `path`, in the kernel repository or a shard of that name; None for nothing."""
+        hub, repo, branch = self.server.hub, *prepare.KERNEL
+        if path.startswith(f"/kernels/{repo}/resolve/{branch}/"):
+            return hub.kernel.get(path.removeprefix(f"/kernels/{repo}/resolve/{branch}/"))
+        if path.startswith(f"/api/kernels/{repo}/tree/{branch}/"):
+            folder = path.removeprefix(f"/api/kernels/{repo}/tree/{branch}/")
+            return hub.list_kernel(folder, recursive="recursive=true" in self.path)
+        name = path.rpartition("/")[2]
+        return hub.bodies.get(name) or (shard_bytes(name) if name.endswith(".parquet") else None)
+
     def do_GET(self):
-        hub, name = self.server.hub, self.path.rpartition("/")[2]
+        path = unquote(self.path.partition("?")[0])
+        hub, name, body = self.server.hub, path.rpartition("/")[2], self.good_body(path)
         with hub.lock:
             hub.requests.append((name, self.path, dict(self.headers), time.monotonic()))
-            answers = hub.answers.get(name, [send])
+            answers = hub.answers.get(name, [send if body is not None else status(404)])
             answer = answers.pop(0) if len(answers) > 1 else answers[0]
         try:
-            answer(self, hub.bodies.get(name) or shard_bytes(name))
+            answer(self, body)
         except OSError:
             pass  # the client has gone
         self.close_connection = True
@@ -154,15 +200,28 @@ class Hub(ThreadingHTTPServer):
 
 
 class FakeHub:
-    """`answers[name]` is what a shard gets, request by request, the last one for ever; without it all goes well."""
+    """`answers[name]` is what a file gets, request by request, the last one for ever; without it all goes well.
+
+    The kernel repository holds `kernel`, path to bytes. The list of its builds has the name "build" here, and the list
+    of a build's files that of the build.
+    """
 
     def __init__(self):
-        self.answers, self.bodies, self.requests = {}, {}, []
+        self.answers, self.bodies, self.requests, self.kernel = {}, {}, [], {}
         self.lock, self.closing, self.stalled = threading.Lock(), threading.Event(), threading.Semaphore(0)
         self.server = Hub(("127.0.0.1", 0), Handler)
         self.server.hub = self
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def list_kernel(self, folder, recursive):
+        """The hub's answer to a question for the content of a folder, None if there is no such folder."""
+        below = [path for path in self.kernel if path.startswith(f"{folder}/")]
+        folders = {path[:end] for path in below for end in range(len(folder) + 1, len(path)) if path[end] == "/"}
+        listed = [{"type": "directory", "path": path, "oid": "0" * 40} for path in sorted(folders)]
+        listed += [{"type": "file", "path": path, "size": len(self.kernel[path]), "oid": "0" * 40} for path in below]
+        listed = [item for item in listed if recursive or item["path"].count("/") == folder.count("/") + 1]
+        return json.dumps(listed).encode() if below else None
 
     def count(self, name):
         return sum(request[0] == name for request in self.requests)

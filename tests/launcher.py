@@ -52,7 +52,10 @@ def drop_capabilities():
 
 
 def become(job, files):
-    """In the child: run the script as if a shell had started it. `smaller` sets constants once the toy scale is set."""
+    """In the child: run the script as if a shell had started it.
+
+    `smaller` sets constants once the toy scale is set; `code` is run in place of the script.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a test run under nohup ignores it
     streams = iter(files)
     for fd, is_open in enumerate(job["open"]):
@@ -81,7 +84,10 @@ def become(job, files):
                 vars(module).update({name: job["smaller"][name] for name in job["smaller"].keys() & vars(module)})
 
         prepare.use_toy_scale = use_smaller_scale
-    runpy.run_path(job["argv"][0], run_name="__main__")
+    if job.get("code"):
+        exec(job["code"], {})
+    else:
+        runpy.run_path(job["argv"][0], run_name="__main__")
 
 
 def serve(server):

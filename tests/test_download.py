@@ -24,10 +24,12 @@ import prepare
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs main() with these arguments but no BPE; returns exit code, output with the message, BPE trainings begun."""
+    """Runs main() with these arguments but no BPE and no kernel; returns exit code, output with the message, and the
+    number of BPE trainings begun."""
     def run(*args):
         trainings = []
         monkeypatch.setattr(prepare, "train_tokenizer", lambda: trainings.append(1))
+        monkeypatch.setattr(prepare, "fetch_kernel", lambda: None)
         monkeypatch.setattr(sys, "argv", ["prepare.py", *args])
         code, message = 0, ""
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import NARROW, point_prepare_at
-from fake_hub import VAL, stall, status, tiny_corpus, wait_until
+from fake_hub import VAL, kernel_files, stall, status, tiny_corpus, wait_until
 from test_run import SUMMARY
 
 import prepare
@@ -20,7 +20,8 @@ import prepare
 ROOT = Path(__file__).resolve().parent.parent
 SMALLER = NARROW | {"MAX_SEQ_LEN": 64, "TIME_BUDGET": 1e-6, "EVAL_TOKENS": 20 * 64, "UNTIMED_STEPS": 2}
 CACHE_FILES = {"data/shard_00000.parquet", "data/shard_00001.parquet", f"data/{VAL}", "tokenizer/tokenizer.pkl",
-               "tokenizer/token_bytes.pt"}
+               "tokenizer/token_bytes.pt", "kernels/flash-attn3.lock",
+               *(f"kernels/flash-attn3/{name}" for name in kernel_files())}
 
 
 def cache_of(home):
@@ -50,7 +51,7 @@ def written(folder):
 def assert_whole(home, hub):
     """Whatever has its final name is whole; besides there may be temporary files."""
     found = written(cache_of(home))
-    assert all(name in CACHE_FILES or name.endswith(".tmp") for name in found)
+    assert all(name in CACHE_FILES or ".tmp" in name for name in found)
     for name in found & CACHE_FILES:
         if name.endswith(".parquet"):
             assert (cache_of(home) / name).read_bytes() == hub.bodies[os.path.basename(name)]
@@ -82,7 +83,8 @@ def begin(start, home, hub):
     """A function that starts `prepare.py --num-shards 2` against a hub of which each download takes a while."""
     hub.bodies = tiny_corpus()
     hub.answers = {name: [slowly] for name in hub.bodies}
-    return lambda: start("prepare.py", "--num-shards", "2", env={"HF_ENDPOINT": hub.url})
+    hub.kernel = kernel_files()
+    return lambda: start("prepare.py", "--num-shards", "2", env={"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def test_processes_preparing_at_once_get_ready_though_others_are_killed(begin, h
         assert script.wait() == 0, script.output
         assert script.output.splitlines()[-1] == "Done! Ready to train."
     assert all(path.startswith("/datasets/karpathy/climbmix-400b-shuffle/resolve/main/shard_")
-               for _, path, _, _ in hub.requests)
+               for name, path, _, _ in hub.requests if name.endswith(".parquet"))
     assert_whole(home, hub)
     assert begin().wait() == 0  # sweeps what is left of the killed ones
     assert_ready(home, hub)
