@@ -1,404 +1,339 @@
-"""load_attention with the real libraries: a hub on loopback, a cache of its own, kernels in plain Python, and faults.
+"""The attention kernel: fetched from a hub on loopback by prepare.py with the real libraries, loaded from the cache.
 
-Whatever goes wrong, some attention with the right windows is chosen soon, with a line for each that is not used.
+Kernels here are plain Python. Whatever goes wrong, prepare.py ends well, and says in one sentence what is not there.
 """
 
-import hashlib
-import json
-import multiprocessing
+import errno
 import os
+import resource
 import shutil
+import signal
 import socket
-import subprocess
 import sys
-import threading
-import time
 import types
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import huggingface_hub
-import kernels
 import pytest
 import torch
-from huggingface_hub import constants
-from torch.nn.attention import SDPBackend
+from fake_hub import (
+    FITS,
+    OTHERS,
+    chunked,
+    cut,
+    instead,
+    kernel_files,
+    raw,
+    redirect,
+    reset,
+    send,
+    stall,
+    status,
+    write_kernel,
+)
 
+import prepare
 import train
-from train import check_attention, load_attention, masked_attention
+from train import masked_attention
 
-FIRST, SECOND, OWN = "varunneal/flash-attention-3", "kernels-community/flash-attn3", "FlexAttention and SDPA"
-BRANCHES = {FIRST: "main", SECOND: "v1"}
-BUILD, OTHER_BUILD = "build/torch-universal", "build/torch99-cu999-x86_64-linux"
-KERNEL = """
-import torch
-import train
-
-class flash_attn_interface:
-    @staticmethod
-    def flash_attn_func(q, k, v, causal, window_size):
-        assert causal is True and window_size[1] == 0
-        window, y = window_size[0], train.masked_attention(q, k, v, window_size[0])
-        {}
-"""
-RIGHT = KERNEL.format("return y")
-REAL_RUN = subprocess.run
+BUILD = f"build/{FITS}"
+NOT_FETCHED = "the attention kernel could not be fetched ("
+IMPATIENT = "import prepare; prepare.DOWNLOAD_TIMEOUTS = (0.8, 0.7); "
 
 
-def kernel_files(init=RIGHT, archs=("9.0a",), build=BUILD):
-    """What a repository holds: path to bytes. The build of another machine and the README are never downloaded."""
-    backend = {"type": "cuda", "archs": list(archs)}
-    metadata = {"name": "attention", "id": f"_attention_{hashlib.sha1(init.encode()).hexdigest()}", "version": 1,
-                "license": "MIT", "python-depends": [], "backend": backend}
-    files = {f"{build}/__init__.py": init, f"{build}/metadata.json": json.dumps(metadata), "README.md": "kernels",
-             f"{OTHER_BUILD}/metadata.json": json.dumps(metadata)}
-    return {path: text.encode() for path, text in files.items()}
+def kernel_dir():
+    return Path(prepare.KERNEL_DIR)
 
 
-def hexdigest(data):
-    return hashlib.sha1(data).hexdigest()
+def cached():
+    """What lies in the folder of kernels, its lock aside: path, as in the repository, to bytes."""
+    assert {path.name for path in kernel_dir().iterdir()} <= {"flash-attn3", "flash-attn3.lock"}
+    assert not any(path.is_symlink() for path in kernel_dir().rglob("*"))
+    folder = kernel_dir() / "flash-attn3"
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-class Handler(BaseHTTPRequestHandler):
-    """The part of the hub's interface that a download needs; `server.fault(handler)` may take a request over."""
-
-    protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
-
-    def log_message(self, *args):
-        pass
-
-    def answer(self, status, body=b"", **headers):
-        self.send_response(status)
-        for name, value in ({"Content-Length": len(body)} | headers).items():
-            self.send_header(name.replace("_", "-"), str(value))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def do_GET(self):
-        repo = next((repo for repo in BRANCHES if repo in self.path), None)
-        if repo is None:  # not about kernels
-            return self.answer(404)
-        self.server.requests.append(self.path)
-        if self.server.fault(self):
-            return
-        files, commit = self.server.repos.get(repo, {}), hexdigest(repo.encode())
-        if not files:
-            self.answer(404, X_Error_Code="RepoNotFound")
-        elif "/revision/" in self.path:
-            self.answer(200, json.dumps({"id": repo, "sha": commit}).encode())
-        elif "/tree/" in self.path:
-            folders = sorted({path.rsplit("/", 1)[0] for path in files if "/" in path})
-            tree = [{"type": "directory", "path": path, "oid": commit} for path in folders]
-            tree += [{"type": "file", "path": path, "size": len(data), "oid": hexdigest(data)}
-                     for path, data in files.items() if "recursive=true" in self.path]
-            self.answer(200, json.dumps(tree).encode())
-        else:
-            data = files[self.path.split("/resolve/")[1].split("/", 1)[1]]
-            self.answer(200, data, ETag=f'"{hexdigest(data)}"', X_Repo_Commit=commit)
-
-    do_HEAD = do_GET
+def sentences(output):
+    """The lines about the kernel, progress and repeated attempts aside."""
+    lines = output.splitlines()
+    return [line for line in lines if not line.startswith("[") and "; trying again in" not in line]
 
 
-class Hub(ThreadingHTTPServer):
-    """Holds `repos`; `requests` are the paths asked for, and stalled answers go on when `released` is set."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.repos, self.requests, self.released = dict.fromkeys(BRANCHES, kernel_files()), [], threading.Event()
-        self.fault, self.capability = lambda handler: False, (9, 0)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-    def fill_cache(self, *repos):
-        for repo in repos:
-            kernels.install_kernel(repo, revision=BRANCHES[repo], trust_remote_code=[repo])
-        self.requests.clear()
-
-    def go_down(self):
-        """Refuse connections from now on."""
-        constants.ENDPOINT = "http://127.0.0.1:1"
-        constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
+def assert_reason(sentence, reason):
+    assert sentence.startswith(NOT_FETCHED) and sentence.endswith("): PyTorch's own kernels serve"), sentence
+    assert reason in sentence.removeprefix(NOT_FETCHED), sentence
 
 
-def run_in_a_fork(command, timeout, **options):
-    """In place of subprocess.run: with the libraries loaded, and with the constants that a test has set."""
-    assert command[:2] == [sys.executable, "-c"]
-    child = multiprocessing.get_context("fork").Process(target=exec, args=(command[2],))
-    child.start()
-    child.join(1)
-    if child.is_alive():
-        child.kill()
-        child.join()
-        raise subprocess.TimeoutExpired(command, timeout)
-    return subprocess.CompletedProcess(command, child.exitcode, "", "Traceback\n  and so on\nOSError: it failed\n")
+# ----------------------------------------------------------------------------------------------------------------------
+# prepare.py as a process, with the real libraries
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path):
-    for name, value in list(vars(constants).items()):  # the user's token and cache are neither read nor written
-        if isinstance(value, str) and value.startswith(constants.HF_HOME):
-            monkeypatch.setattr(constants, name, str(tmp_path / "hf") + value.removeprefix(constants.HF_HOME))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "LOCAL_KERNELS", "KERNELS_CACHE", "HTTP_PROXY", "http_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    hub, before = Hub(), set(threading.enumerate())
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)  # else the library sends a header it then rejects
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
-                        hub.url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: hub.capability)
-    monkeypatch.setattr(train, "torch_attention", masked_attention)  # FlexAttention has no gradients on a CPU
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(train, "check_attention", lambda candidate, device: check_attention(candidate, CPU))
-    for module in (huggingface_hub.utils._http, huggingface_hub.file_download):  # retries end with the test
-        monkeypatch.setattr(module, "time", types.SimpleNamespace(sleep=hub.released.wait, time=time.time))
-    monkeypatch.setattr(train.subprocess, "run", run_in_a_fork)
-    threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True).start()
-    yield hub
-    hub.fault = gone
-    hub.released.set()
-    for thread in set(threading.enumerate()) - before:
-        if thread.name.endswith("(ask)"):
-            thread.join(20)
-            assert not thread.is_alive()
-    hub.shutdown()
-    hub.server_close()
+def home(tmp_path, hub):
+    """The HOME of processes, with a cache in which only the kernel is missing; the hub has builds for many machines."""
+    hub.kernel = kernel_files() | {"README.md": b"kernels"}
+    for variant in OTHERS:
+        hub.kernel |= kernel_files("raise ImportError", variant)
+    prepare.KERNEL_DIR = str(tmp_path / "home" / ".cache" / "autoresearch" / "kernels")
+    return tmp_path / "home"
 
 
-CPU, GPU = torch.device("cpu"), types.SimpleNamespace(type="cuda")
+@pytest.fixture
+def begin(start, home, hub, tiny_cache):
+    """A function that starts prepare.py, or with `code` only a part of it, where only the kernel is missing."""
+    def begin(code=None, env=(), **options):
+        if code is None and not (home / ".cache" / "autoresearch" / "data").exists():
+            shutil.copytree(tiny_cache, home / ".cache" / "autoresearch", dirs_exist_ok=True)
+        env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"} | dict(env)
+        return start("prepare.py", "--num-shards", "2", code=code, env=env, **options)
+    return begin
 
 
-def assert_chosen(expected, capsys):
-    """The attention is the expected one and right, those before it got a line each, and no setting is left changed."""
-    offline, start = constants.HF_HUB_OFFLINE, time.monotonic()
-    assert load_attention(GPU) == expected
-    assert time.monotonic() - start < 20
-    assert constants.HF_HUB_OFFLINE is offline and "LOCAL_KERNELS" not in os.environ
-    refused = [FIRST, SECOND, OWN][:[FIRST, SECOND, OWN].index(expected)]
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not using")]
-    assert [line.split(":")[0] for line in lines] == [f"not using {name}" for name in refused]
-    q, k, v = torch.randn(3, 2, 40, 2, 16).unbind()
-    for window in (7, 40):
-        torch.testing.assert_close(train.attention(q, k, v, window), masked_attention(q, k, v, window))
+def test_the_build_that_fits_is_fetched_as_plain_files_and_only_that(begin, hub, home):
+    (home / ".cache" / "huggingface").mkdir(parents=True)
+    (home / ".cache" / "huggingface" / "token").write_text("hf_of_the_user")
+    script = begin()
+    assert script.wait() == 0, script.output
+    assert sentences(script.output)[2:] == [f"the attention kernel is in {kernel_dir()}/flash-attn3",
+                                            "Done! Ready to train."]
+    assert cached() == kernel_files()
+    assert all(script.output.count(f"/4] {name} 0.") == 1 for name in kernel_files())
+    assert {path.name for path in (home / ".cache").iterdir()} == {"autoresearch", "huggingface"}
+    assert [path.name for path in (home / ".cache" / "huggingface").iterdir()] == ["token"]
+    assert not any("Authorization" in headers for _, _, headers, _ in hub.requests)
+    mask = os.umask(0)
+    os.umask(mask)
+    assert all(path.stat().st_mode & 0o777 == 0o777 & ~mask for path in kernel_dir().rglob("*") if path.is_dir())
+    assert prepare.load_kernel().__file__ == f"{kernel_dir()}/flash-attn3/{BUILD}/__init__.py"
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The GPU
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_cpu_gets_the_definition_and_asks_nobody(hub):
-    train.attention = None
-    assert load_attention(CPU) == "masked SDPA"
-    assert train.attention is masked_attention and not hub.requests
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
-def test_other_gpus_than_hopper_start_with_the_community_kernel(hub, capability):
-    hub.capability, hub.repos[SECOND] = capability, kernel_files(archs=["8.0", "10.0"])
-    assert load_attention(GPU) == SECOND
-    assert not any(FIRST in path for path in hub.requests)
-
-
-@pytest.mark.parametrize("capability, first", [((8, 0), False), ((9, 0), True), ((10, 0), True)])
-def test_from_hopper_on_sdpa_tries_cudnn_first(hub, capability, first):
-    hub.go_down()
-    hub.capability, before = capability, torch._C._get_sdp_priority_order()
-    load_attention(GPU)
-    after = torch._C._get_sdp_priority_order()
-    assert after[0] == int(SDPBackend.CUDNN_ATTENTION) if first else after == before
-    assert ("CUDNN" in torch.compiler.config.cache_key_tag) == first  # PyTorch's own key leaves the order out
-
-
-def test_without_the_kernels_package_pytorchs_own_kernels_are_used(hub, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "kernels", None)
-    assert_chosen(OWN, capsys)
-
-
-def test_if_nothing_fast_is_right_the_definition_stays(hub, monkeypatch):
-    hub.go_down()
-    monkeypatch.setattr(train, "torch_attention", lambda q, k, v, window: masked_attention(q, k, v, q.size(1)))
-    assert load_attention(GPU) == "masked SDPA"
-    assert train.attention is masked_attention
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The cache
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("offline", [False, True])
-def test_what_a_first_run_downloaded_is_found_without_a_question_to_the_hub(hub, capsys, monkeypatch, offline):
-    assert_chosen(FIRST, capsys)
-    assert any("/resolve/" in path for path in hub.requests) and not any(OTHER_BUILD in path for path in hub.requests)
     hub.requests.clear()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    assert_chosen(FIRST, capsys)
-    assert not hub.requests
+    folders = [kernel_dir(), *(path for path in kernel_dir().rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o500)  # a read-only cache
+    script = begin(unprivileged=True)
+    assert script.wait() == 0, script.output
+    for folder in folders:
+        folder.chmod(0o700)
+    assert f"the attention kernel is in {kernel_dir()}/flash-attn3\n" in script.output and hub.requests == []
 
 
-def test_a_kernel_that_changes_on_the_hub_stays_as_it_is_in_the_cache(hub, capsys):
-    hub.fill_cache(FIRST)
-    hub.repos[FIRST] = kernel_files("raise ImportError")
-    assert_chosen(FIRST, capsys)
+def test_the_toy_fetches_no_kernel(monkeypatch, capsys):
+    for step in ("write_toy_shards", "train_tokenizer", "fetch_kernel"):
+        monkeypatch.setattr(prepare, step, lambda step=step: print(step))
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--toy"])
+    prepare.main()
+    assert capsys.readouterr().out.splitlines() == ["write_toy_shards", "train_tokenizer", "Done! Ready to train."]
 
 
-@pytest.mark.parametrize("cached, expected", [([], OWN), ([SECOND], SECOND), ([FIRST, SECOND], FIRST)])
-@pytest.mark.parametrize("offline", [False, True])
-def test_without_the_hub_the_cache_decides(hub, capsys, monkeypatch, cached, expected, offline):
-    hub.fill_cache(*cached)
-    hub.go_down()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    assert_chosen(expected, capsys)
-    assert not hub.requests
-
-
-def test_what_the_library_finds_by_name_without_the_hub_is_used(hub, capsys, monkeypatch):
-    def get_kernel(repo_id, revision, trust_remote_code):
-        assert constants.HF_HUB_OFFLINE and (BRANCHES[repo_id], [repo_id]) == (revision, trust_remote_code)
-        exec(RIGHT, variables := {})
-        return types.SimpleNamespace(**variables)
-
-    hub.go_down()
-    monkeypatch.setattr(kernels, "get_kernel", get_kernel)
-    assert_chosen(FIRST, capsys)
-
-
-def lose(name):
-    def damage(folder):
-        (folder / BUILD / name).unlink()
-    return damage
-
-
-def cut(name, size):
-    def damage(folder):
-        path = folder / BUILD / name
-        path.write_bytes(path.read_bytes()[:size])
-    return damage
-
-
-def lose_blobs(folder):
-    shutil.rmtree(folder.parent.parent / "blobs")
-
-
-def lose_snapshot(folder):
-    shutil.rmtree(folder)
-
-
-def lose_branch(folder):
-    shutil.rmtree(folder.parent.parent / "refs")
-
-
-def empty_branch(folder):
-    (folder.parent.parent / "refs" / "main").write_text("")
-
-
-LOST = [lose("__init__.py"), lose("metadata.json"), lose_blobs, lose_snapshot, lose_branch]
-CUT = [cut("__init__.py", 0), cut("__init__.py", len(RIGHT) - 10), cut("metadata.json", 20), empty_branch]
-
-
-@pytest.mark.parametrize("up", [False, True])
-@pytest.mark.parametrize("damage", LOST + CUT)
-def test_a_damaged_cache_is_mended_by_the_hub_or_makes_way_for_the_next_kernel(hub, capsys, damage, up):
-    hub.fill_cache(FIRST, SECOND)
-    damage(Path(constants.HF_HUB_CACHE, f"kernels--{FIRST.replace('/', '--')}", "snapshots", hexdigest(FIRST.encode())))
-    if not up:
-        hub.go_down()
-    mended = up and damage in [*LOST, empty_branch]  # the library does not look at the size of what it has
-    assert_chosen(FIRST if mended else SECOND, capsys)
-
-
-def test_a_cache_that_cannot_be_written_leaves_pytorchs_own_kernels(hub, capsys):
-    Path(constants.HF_HUB_CACHE).parent.write_text("a file where the folder should be")
-    assert_chosen(OWN, capsys)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The hub
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def answers(status, body=b"{}", **headers):
-    return lambda handler: handler.answer(status, body, **headers) is None
-
-
-def redirects_for_ever(handler):
-    return handler.answer(302, Location=handler.path) is None
-
-
-def stalls(handler):
-    return not handler.server.released.wait(30)
-
-
-def on(part, fault, method="GET"):
-    return lambda handler: part in handler.path and handler.command == method and fault(handler)
-
-
-def sends_half(then):
-    def fault(handler):
-        handler.send_response(200)
-        handler.send_header("Content-Length", "1000")
-        handler.end_headers()
-        handler.wfile.write(bytes(500))
-        then(handler)
-        handler.close_connection = True
-        handler.connection.shutdown(socket.SHUT_RDWR)
-        return True
-    return fault
-
-
-gone = answers(404, X_Error_Code="RepoNotFound")
-HUB_FAULTS = {
-    "gone": gone, "unauthorized": answers(401), "forbidden": answers(403), "broken": answers(500),
-    "overloaded": answers(503), "too many requests": answers(429), "come back later": answers(429, Retry_After=300),
-    "a log-in page": answers(200, b"<html>", Content_Type="text/html"), "other JSON": answers(200, b"null"),
-    "redirects": redirects_for_ever, "no answer": stalls,
+ON_THE_LIST = {  # answers to the question for the builds, each given once, and what the sentence says
+    "gone": (status(404, X_Error_Code="RepoNotFound"), "404"), "unauthorized": (status(401), "401"),
+    "forbidden": (status(403), "403"), "a log-in page": (instead(b"<html>Sign in</html>"), "Expecting value"),
+    "other JSON": (instead(b'{"error": 1}'), ""), "null": (instead(b"null"), ""),
+    "an empty list": (instead(b"[]"), "no build for PyTorch"),
+    "no folders": (instead(b'[{"type": "file", "path": "build/a", "size": 1, "oid": "0"}]'), "no build for PyTorch"),
+    "none that fits": (instead(b'[{"type": "directory", "path": "build/torch99-cxx11-cu99-x86_64-linux", "oid": "0"}]'),
+                       f"no build for PyTorch {torch.__version__}"),
+    "no answer": (stall, "TimeoutError"), "come back later": (status(429, Retry_After="300"), "TimeoutError"),
+    "redirects": (redirect(f"/api/kernels/{prepare.KERNEL[0]}/tree/{prepare.KERNEL[1]}/build"), "redirects"),
 }
-DOWNLOAD_FAULTS = {
-    "no list": on("/tree/", stalls), "no list, come back later": on("/tree/", answers(429, Retry_After=300)),
-    "no files": on("/resolve/", gone, "HEAD"), "no download": on("/resolve/", stalls),
-    "a download cut": on("__init__", sends_half(lambda handler: None)),
-    "a download that stalls": on("__init__", sends_half(stalls)),
+
+
+def test_a_hub_that_does_not_list_its_builds_is_a_sentence_in_time(begin, hub):
+    hub.answers["build"] = [answer for answer, _ in ON_THE_LIST.values()]
+    script = begin(IMPATIENT + f"[prepare.fetch_kernel() for _ in range({len(ON_THE_LIST)})]")
+    assert script.wait(20) == 0
+    for sentence, (_, reason) in zip(sentences(script.output), ON_THE_LIST.values(), strict=True):
+        assert_reason(sentence, reason)
+    assert cached() == {}
+
+
+@pytest.mark.parametrize("name, answer", [("build", status(503)), ("build", raw(b"")), (FITS, stall)])
+def test_a_hub_that_is_asked_again_and_again_is_a_sentence_in_time(begin, hub, name, answer):
+    hub.answers[name] = [answer]
+    script = begin(IMPATIENT + "prepare.fetch_kernel()")
+    assert script.wait(20) == 0
+    assert_reason(*sentences(script.output), "TimeoutError")
+    assert cached() == {}
+
+
+def test_without_a_network_or_offline_it_is_a_sentence(begin, hub):
+    scripts = [begin(IMPATIENT + "prepare.fetch_kernel()", env={"HF_ENDPOINT": "http://127.0.0.1:1"}),
+               begin(IMPATIENT + "prepare.fetch_kernel()", env={"HF_HUB_OFFLINE": "1"})]
+    for script in scripts:
+        assert script.wait(20) == 0
+        assert_reason(*sentences(script.output), "")
+    assert hub.requests == [] and cached() == {}
+
+
+@pytest.mark.parametrize("stalls", ["build", "__init__.py"])
+def test_ctrl_c_ends_a_stalled_fetch_at_once_and_the_next_run_sweeps(begin, hub, stalls):
+    hub.answers[stalls] = [stall, send]
+    script = begin()
+    assert hub.stalled.acquire(timeout=30)
+    script.send_signal(signal.SIGINT)
+    assert script.wait(5) == 130 and "Traceback" not in script.output
+    assert not (kernel_dir() / "flash-attn3").exists()
+    assert begin("import prepare; prepare.fetch_kernel()").wait() == 0
+    assert cached() == kernel_files()
+
+
+def test_of_two_processes_one_fetches_and_a_killed_one_is_no_hindrance(begin, hub):
+    hub.answers["__init__.py"] = [stall, send]
+    killed = begin("import prepare; prepare.fetch_kernel()")
+    assert hub.stalled.acquire(timeout=30)
+    others = [begin("import prepare; prepare.fetch_kernel()") for _ in range(2)]
+    killed.send_signal(signal.SIGKILL)
+    for script in others:
+        assert script.wait() == 0
+        assert sentences(script.output) == [f"the attention kernel is in {kernel_dir()}/flash-attn3"]
+    assert cached() == kernel_files()
+    assert hub.count("metadata.json") == 1  # the killed one had not come that far
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the hub sends, and what the disk takes: in this process, with a list of files that came already
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def addresses(hub, paths):
+    return {path: f"{hub.url}/kernels/{prepare.KERNEL[0]}/resolve/{prepare.KERNEL[1]}/{path}" for path in paths}
+
+
+@pytest.fixture
+def fetch(home, hub, monkeypatch, capsys):
+    """A function that runs fetch_kernel() and returns its sentence."""
+    monkeypatch.setattr(prepare, "list_build", lambda: addresses(hub, kernel_files()))
+
+    def fetch():
+        prepare.fetch_kernel()
+        (sentence,) = sentences(capsys.readouterr().out)
+        return sentence
+    return fetch
+
+
+ON_A_FILE = {
+    "404": status(404), "429": status(429), "500": status(500), "cut": cut, "reset": reset, "stall": stall,
+    "a log-in page": instead(b"<html>Sign in</html>"), "empty": instead(b""), "no HTTP": raw(b"220 mail\r\n"),
+    "another SHA-256": lambda handler, body: send(handler, body, X_Linked_ETag=f'"{"0" * 64}"'),
 }
-FAULTS = HUB_FAULTS | DOWNLOAD_FAULTS
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_hub_that_fails_leaves_the_next_cached_kernel(hub, capsys, monkeypatch, fault):
-    hub.fill_cache(SECOND)
-    hub.fault, probe_hub, downloads = FAULTS[fault], train.probe_hub, []
-    monkeypatch.setattr(train, "probe_hub", lambda repo, revision: probe_hub(repo, revision, seconds=0.4))
-    monkeypatch.setattr(train.subprocess, "run", lambda command, **options: (
-        downloads.append(options["timeout"]), run_in_a_fork(command, **options))[1])
-    assert_chosen(SECOND, capsys)
-    assert hub.requests and not any(SECOND in path for path in hub.requests)
-    assert downloads == ([90] if fault in DOWNLOAD_FAULTS else [])  # where the hub itself fails, none is begun
+@pytest.mark.parametrize("name", ["_ops.abi3.so", "metadata.json"])
+@pytest.mark.parametrize("fault", ON_A_FILE)
+def test_a_file_that_does_not_come_whole_leaves_nothing_and_is_fetched_the_next_time(fetch, hub, fault, name):
+    hub.answers[name] = [ON_A_FILE[fault]]
+    assert_reason(fetch(), "")
+    assert cached() == {}
+    hub.answers[name] = [ON_A_FILE[fault], send] if fault not in ("404", "a log-in page", "empty") else [chunked]
+    assert fetch() == f"the attention kernel is in {kernel_dir()}/flash-attn3"
+    assert cached() == kernel_files()
 
 
-@pytest.mark.parametrize("stalls_on, expected", [(None, FIRST), ("__init__", SECOND)])
-def test_a_download_is_a_process_that_is_stopped_when_it_stalls(hub, capsys, monkeypatch, stalls_on, expected):
-    hub.fill_cache(SECOND)
-    hub.fault = on(stalls_on, sends_half(stalls)) if stalls_on else hub.fault
-    for name, value in {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": constants.HF_HUB_CACHE}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train.subprocess, "run", lambda command, timeout, **options: REAL_RUN(
-        command, timeout=6 if stalls_on else timeout, **options))
-    assert_chosen(expected, capsys)
-    assert any("__init__" in path for path in hub.requests)
-    assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+def test_a_build_that_came_without_its_metadata_or_with_another_file_is_refused(fetch, hub, monkeypatch):
+    for paths in ([], sorted(kernel_files())[:-1], [*kernel_files(), f"{BUILD}/more.py"]):
+        hub.kernel[f"{BUILD}/more.py"] = b""
+        monkeypatch.setattr(prepare, "list_build", lambda paths=paths: addresses(hub, paths))
+        assert_reason(fetch(), "")
+        assert cached() == {}
 
 
-def test_a_repository_that_is_gone_makes_way_for_the_next_on_the_hub(hub, capsys):
-    hub.repos[FIRST] = {}
-    assert_chosen(SECOND, capsys)
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(fetch):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # bytes a file, as if the disk held no more
+    try:
+        sentence = fetch()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert_reason(sentence, f"[Errno {errno.EFBIG}] File too large: '{kernel_dir()}")
+    assert cached() == {}
+
+
+def test_a_file_in_the_place_of_the_folder_is_a_sentence(fetch):
+    kernel_dir().parent.mkdir(parents=True)
+    kernel_dir().write_text("not a folder")
+    assert_reason(fetch(), str(kernel_dir()))
+
+
+def test_without_the_kernels_package_it_is_a_sentence(fetch, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kernels"] + ["kernels"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert_reason(fetch(), "kernels")
+
+
+def test_a_build_for_another_pytorch_stays_beside_the_one_that_fits(fetch):
+    write_kernel(kernel_dir(), kernel_files(variant=OTHERS[0]))
+    with pytest.raises(FileNotFoundError):
+        prepare.load_kernel()
+    fetch()
+    assert cached() == kernel_files() | kernel_files(variant=OTHERS[0])
+    prepare.load_kernel()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The kernel
+# What is in the cache already
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("digest", [True, False])
+def test_a_build_put_there_by_hand_is_kept_and_not_asked_for(fetch, hub, digest):
+    write_kernel(kernel_dir(), kernel_files("x = 1", digest=digest))
+    before = cached()
+    assert fetch() == f"the attention kernel is in {kernel_dir()}/flash-attn3"
+    assert cached() == before and hub.requests == []
+    assert prepare.load_kernel().x == 1
+
+
+def damaged(name, size, digest):
+    """A function that puts a build there of which a file is cut to `size` bytes, or missing."""
+    def put():
+        write_kernel(kernel_dir(), kernel_files(digest=digest))
+        path = kernel_dir() / "flash-attn3" / BUILD / name
+        if size is None:
+            path.unlink()
+        else:
+            os.truncate(path, size)
+    return put
+
+
+DAMAGES = [("__init__.py", None, True), ("layers/__init__.py", 3, True), ("_ops.abi3.so", None, True),
+           ("_ops.abi3.so", 100_000, False), ("_ops.abi3.so", 63, False), ("_ops.abi3.so", 0, False),
+           ("metadata.json", None, False), ("metadata.json", 50, False), ("metadata.json", 0, True)]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+def test_a_damaged_build_is_not_loaded_and_is_fetched_again(fetch, damage):
+    damaged(*damage)()
+    with pytest.raises(Exception) as error:
+        prepare.load_kernel()
+    assert prepare.first_line(error.value)
+    assert fetch() == f"the attention kernel is in {kernel_dir()}/flash-attn3"
+    assert cached() == kernel_files()
+    prepare.load_kernel()
+
+
+def test_without_a_kernel_the_sentence_says_what_to_run():
+    with pytest.raises(FileNotFoundError, match="run `uv run prepare.py`$"):
+        prepare.load_kernel()
+    kernel_dir().mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="run `uv run prepare.py`$"):
+        prepare.load_kernel()
+
+
+def test_loading_opens_no_connection_though_a_kernel_asks_for_another(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    write_kernel(kernel_dir(), kernel_files(kernel_depends=[{"repo-id": "kernels-community/other", "version": 1}]))
+    with pytest.raises((OSError, ValueError), match="kernels-community/other"):
+        prepare.load_kernel()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernel in train.py
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 MODULES = {
     "ImportError": "raise ImportError('undefined symbol\\nand more')", "SyntaxError": "def (",
@@ -416,33 +351,91 @@ BODIES = {
     "changes q": "q.data.mul_(2); return train.masked_attention(q, k, v, window)",
     "changes v at last": "y = train.masked_attention(q, k, v.clone(), window); v.data.zero_(); return y",
 }
+KERNEL = """
+import torch
+import train
+
+class flash_attn_interface:
+    @staticmethod
+    def flash_attn_func(q, k, v, causal, window_size):
+        assert causal is True and window_size[1] == 0
+        window, y = window_size[0], train.masked_attention(q, k, v, window_size[0])
+        {}
+"""
+RIGHT = KERNEL.format("return y")
 BAD = MODULES | {name: KERNEL.format(body) for name, body in BODIES.items()}
+HUB_KERNEL = prepare.KERNEL[0]
+
+
+@pytest.fixture
+def choose(monkeypatch, capsys):
+    """A function that lets train.py choose for a GPU, which is this CPU, and returns what it printed.
+
+    PyTorch's own kernels are replaced by the definition, since FlexAttention has no gradients on a CPU.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(train, "torch_attention", masked_attention)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    check_attention = train.check_attention
+    monkeypatch.setattr(train, "check_attention", lambda candidate, device: check_attention(candidate, CPU))
+
+    def choose():
+        train.load_kernels(types.SimpleNamespace(type="cuda"))
+        return capsys.readouterr().out.splitlines()
+    return choose
+
+
+CPU = torch.device("cpu")
+
+
+def assert_right():
+    q, k, v = torch.randn(3, 2, 40, 2, 16).unbind()
+    for window in (7, 40):
+        torch.testing.assert_close(train.attention(q, k, v, window), masked_attention(q, k, v, window))
+
+
+def test_a_kernel_that_is_right_is_used_whatever_it_prints(choose):
+    write_kernel(kernel_dir(), kernel_files(KERNEL.format("print('x' * 1_000_000); return y")))
+    lines = choose()
+    assert f"attention: {HUB_KERNEL}" in lines and not [line for line in lines if line.startswith("not using")]
+    assert train.attention is not masked_attention
+    assert_right()
 
 
 @pytest.mark.parametrize("init", BAD.values(), ids=BAD)
-def test_a_kernel_that_fails_makes_way_for_the_next(hub, capsys, init):
-    hub.repos[FIRST] = kernel_files(init)
-    hub.fill_cache(FIRST, SECOND)
-    assert_chosen(SECOND, capsys)
+def test_a_kernel_that_fails_makes_way_for_pytorchs_own(choose, init):
+    write_kernel(kernel_dir(), kernel_files(init))
+    (refused, chosen) = [line for line in choose() if line.startswith(("not using", "attention:"))]
+    assert refused.startswith(f"not using {HUB_KERNEL}: ") and HUB_KERNEL not in chosen
+    assert_right()
 
 
-@pytest.mark.parametrize("options", [{"archs": ["8.0"]}, {"build": "build/torch21-cxx11-cu118-x86_64-linux"}])
-def test_a_kernel_without_a_build_for_this_gpu_or_torch_makes_way_for_the_next(hub, capsys, options):
-    hub.repos[FIRST] = kernel_files(**options)
-    assert_chosen(SECOND, capsys)
-    hub.repos[FIRST] = kernel_files()
-    hub.repos[SECOND] = kernel_files(**options)
-    shutil.rmtree(constants.HF_HUB_CACHE)
-    hub.fault = on(FIRST, gone, "GET")
-    assert_chosen(OWN, capsys)
+@pytest.mark.parametrize("damage", [None, *DAMAGES], ids=str)
+def test_without_a_whole_kernel_pytorchs_own_are_used(choose, damage):
+    if damage:
+        damaged(*damage)()
+    (refused, chosen) = [line for line in choose() if line.startswith(("not using", "attention:"))]
+    assert refused.startswith(f"not using {HUB_KERNEL}: ") and HUB_KERNEL not in chosen
+    assert damage or refused.endswith("run `uv run prepare.py`")
+    assert_right()
 
 
-def test_a_cached_build_for_other_gpus_is_not_even_imported(hub, capsys):
-    hub.repos[FIRST] = kernel_files("import os; os._exit(1)", archs=["8.0"])
-    hub.fill_cache(FIRST, SECOND)
-    assert_chosen(SECOND, capsys)
+def test_without_the_kernels_package_pytorchs_own_are_used(choose, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kernels"] + ["kernels"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert choose()[0].startswith(f"not using {HUB_KERNEL}: ")
+    assert_right()
 
 
-def test_what_a_kernel_prints_does_no_harm(hub, capsys):
-    hub.repos[FIRST] = kernel_files(KERNEL.format("print('x' * 1_000_000); return y"))
-    assert_chosen(FIRST, capsys)
+def test_if_nothing_fast_is_right_the_definition_stays(choose, monkeypatch):
+    monkeypatch.setattr(train, "torch_attention", lambda q, k, v, window: masked_attention(q, k, v, q.size(1)))
+    assert len([line for line in choose() if line.startswith("not using")]) >= 2
+    assert train.attention is masked_attention
+
+
+def test_a_cpu_gets_the_definition_and_loads_nothing(monkeypatch):
+    monkeypatch.setattr(prepare, "load_kernel", lambda: pytest.fail("not on a CPU"))
+    train.attention = None
+    train.load_kernels(CPU)
+    assert train.attention is masked_attention
