@@ -321,8 +321,11 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def check_kernel(folder):
-    """Raise FileNotFoundError if no build in `folder` fits this PyTorch and CUDA, another error if one is not whole."""
+def find_kernel(folder):
+    """Path of the build in `folder` that fits this PyTorch and CUDA: FileNotFoundError if none does.
+
+    Raises another error if it is not whole, as far as digests or the ends of libraries show it.
+    """
     from kernels.resolver import resolve_local_kernel  # here, since loading this library takes half a second
 
     build = resolve_local_kernel(Path(folder), backend=None)
@@ -333,6 +336,7 @@ def check_kernel(folder):
             start, entry_size, entries = struct.unpack("<40xQ10xHH2x", file.read(64))  # of the table that ends the file
         if path.stat().st_size < start + entry_size * entries:
             raise UserError(f"{path} is cut")
+    return build.variant_path
 
 
 def load_kernel():
@@ -341,7 +345,7 @@ def load_kernel():
 
     folder = Path(KERNEL_DIR, "flash-attn3")
     try:
-        check_kernel(folder)
+        find_kernel(folder)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no kernel for this PyTorch in {folder}; run `{PREPARE_COMMAND}`") from None
     return get_local_kernel(folder)
@@ -376,10 +380,9 @@ def fetch_build(folder, temporary):
     for count, (path, url) in enumerate(urls.items(), 1):
         os.makedirs(os.path.dirname(os.path.join(temporary, path)), exist_ok=True)
         print(f"[{count}/{len(urls)}] {path} {download_file(url, os.path.join(temporary, path))}", flush=True)
-    check_kernel(temporary)
-    build = os.path.join(*Path(path).parts[:2])
-    shutil.rmtree(os.path.join(folder, build), ignore_errors=True)
-    os.renames(os.path.join(temporary, build), os.path.join(folder, build))
+    build = find_kernel(temporary)
+    shutil.rmtree(Path(folder, "build", build.name), ignore_errors=True)
+    os.renames(build, Path(folder, "build", build.name))
 
 
 def fetch_kernel():
@@ -397,7 +400,7 @@ def fetch_kernel():
                 shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
             stack.callback(shutil.rmtree, temporary, ignore_errors=True)
             try:
-                check_kernel(folder)
+                find_kernel(folder)
             except Exception:  # there is none, or not a whole one
                 fetch_build(folder, temporary)
         print(f"the attention kernel is in {folder}", flush=True)
