@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import prepare  # noqa: E402
 from test_loader import naive_batches  # noqa: E402
-from train import mistakes_as_sentences  # noqa: E402
+
 
 COMPARED = 10  # batches at the start of the stream that must be the same
 
@@ -67,7 +67,7 @@ def measure(loader, batches):
     return batches * first[0][0].numel() / seconds, digest.hexdigest()
 
 
-@mistakes_as_sentences()
+@prepare.mistakes_as_sentences()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
     parser.add_argument("--data", default=prepare.DATA_DIR, help="folder of shards (default %(default)s)")
