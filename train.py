@@ -4,29 +4,25 @@ Train a GPT for TIME_BUDGET seconds on one GPU and print its bits per byte: the 
     uv run train.py                  after `uv run prepare.py`; without a CUDA GPU, after `uv run prepare.py --toy`
     uv run train.py > run.log 2>&1   the same for an agent: a line about every ten seconds instead of every step
 
-Prints progress, then a summary of nine `key: value` lines that begins with val_bpb. Exit code 0 only with a finite
-val_bpb. Writes nothing to disk but compile caches: results live in the summary, the weights are not kept.
+Prints progress, then nine `key: value` lines that begin with val_bpb. Exit code 0 only with a finite val_bpb. Opens no
+connection, and writes nothing to disk but compile caches: the weights are not kept.
 """
 
 import os
 import signal
-import sys
 
 if __name__ == "__main__":  # nothing to lose, so Ctrl-C just ends the process, in the slow imports below as well
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-# Without expandable segments memory fragments. torch 2.9 reads only the second name for CUDA, later versions the first.
+# Without expandable segments GPU memory splinters. torch 2.9 reads only the second name, later versions the first.
 if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
     os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would flood run.log
+os.environ["HF_HUB_OFFLINE"] = "1"  # a night runs on the attention kernel that prepare.py fetched
 
 import contextlib
 import functools
 import gc
 import math
-import re
-import shutil
-import subprocess
-import threading
+import sys
 import time
 from dataclasses import asdict, dataclass
 
@@ -46,7 +42,6 @@ DEPTH = 8                   # layers: the one dial, the width follows
 ASPECT_RATIO = 64           # n_embd = DEPTH * ASPECT_RATIO, rounded up to whole heads
 HEAD_DIM = 128
 WINDOW_PATTERN = "SSSL"     # repeated over the layers: L sees the whole context, S half of it; the last layer is L
-
 TOTAL_BATCH_SIZE = 2**19    # tokens per optimizer step, summed over micro-batches
 DEVICE_BATCH_SIZE = 128     # rows per micro-batch: lower it when memory runs out
 EMBEDDING_LR = 0.6          # token and value embeddings (AdamW)
@@ -57,19 +52,48 @@ WEIGHT_DECAY = 0.2          # of Muon's matrices, falls linearly to 0
 ADAM_BETAS = (0.8, 0.95)
 WARMUP_RATIO = 0.0          # share of the time budget in which the learning rates rise
 WARMDOWN_RATIO = 0.5        # share of the time budget in which they fall
-FINAL_LR_FRAC = 0.0         # where they end, as a fraction
-
+FINAL_LR_FRAC = 0.0         # what they end at, as a fraction
 SEED = 42
-UNTIMED_STEPS = 11          # the first steps also compile kernels: they train, but are not charged to the budget, which
-                            # makes them part of the measurement: leave their number as it is
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Attention: every implementation takes q (B, T, H, D), k and v (B, T, H_kv, D) and a window, and returns (B, T, H, D)
+# Kernels: what the model computes, in plain PyTorch, and beside it faster ways to compute the same
 # ----------------------------------------------------------------------------------------------------------------------
 
+# Edit the definitions, not the fast paths. At each start `load_kernels` drops every fast path that disagrees with its
+# definition, and the log says so. It cannot see a change of rounding alone, or one that acts only later in the run.
+proven = {}  # (name of a definition, number of its arguments): the fast path that agrees with it
+squared_relu_kernel = None  # the operator that load_fused_mlp makes
+sdpa_settings = contextlib.ExitStack()  # entered once a process: in the model they would defeat the compile cache
 
-def masked_attention(q, k, v, window):
-    """The definition: a query sees itself and the `window` tokens before it. Works everywhere, slowly."""
+
+def has_fast_path(definition):
+    """Decorator: a call by position runs the proven fast path; if there is none or it returns None, the definition."""
+    @functools.wraps(definition)
+    def run(*args, **kwargs):
+        fast_path = proven.get((definition.__name__, len(args)))
+        result = None if fast_path is None or kwargs else fast_path(*args)
+        return definition(*args, **kwargs) if result is None else result
+    return run
+
+
+def is_plain(linear):
+    """Whether `linear` is just x @ weight.T: no subclass, no bias, no hook or forward of its own."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return (type(linear) is nn.Linear and linear.bias is None and "forward" not in vars(linear)
+            and not any(getattr(linear, name) for name in hooks))
+
+
+def as_bf16(*tensors):
+    """The tensors in bf16, where they are bf16 or autocast makes them so for matrix products; else None."""
+    device_type = tensors[0].device.type
+    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.bfloat16:
+        return [x.to(torch.bfloat16) for x in tensors]
+    return tensors if all(x.dtype == torch.bfloat16 for x in tensors) else None
+
+
+@has_fast_path
+def attention(q, k, v, window):
+    """Causal attention of q (B, T, H, D) over k, v (B, T, H_kv, D): a token sees itself and `window` tokens before."""
     position = torch.arange(q.size(1), device=q.device)
     distance = position[:, None] - position[None, :]  # (T, T)
     mask = (distance >= 0) & (distance <= window)
@@ -77,163 +101,48 @@ def masked_attention(q, k, v, window):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.size(1) != k.size(1)).transpose(1, 2)
 
 
-attention = masked_attention  # what the model calls; load_attention replaces it by a faster one
-sdpa_settings = contextlib.ExitStack()  # held by the whole process: inside a model they keep it from the compile cache
-CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+def load_flash_attention(device):
+    """FlashAttention-3 (https://arxiv.org/abs/2407.08608), as prepare.py fetched it. Raises whatever goes wrong."""
+    flash_attn_func = prepare.load_kernel().flash_attn_interface.flash_attn_func
+    def flash_attention(q, k, v, window):
+        qkv = as_bf16(q, k, v)
+        return None if qkv is None else flash_attn_func(*qkv, causal=True, window_size=(window, 0))
+    return flash_attention
 
 
 def window_block_mask(window, T, device):
-    """FlexAttention's mask for a causal window: which blocks of keys each block of queries needs, in part or whole.
-
-    In closed form, since `create_block_mask` with a window of its own breaks the graph of a compiled model.
-    """
+    """FlexAttention's mask for a causal window, in closed form: the function of torch 2.9 breaks a model's graph."""
     block = 128  # places, of queries and of keys
     index = torch.arange(-(-T // block), device=device)
-    distance = block * (index[:, None] - index[None, :])  # of a query from a key, at equal places in their blocks
-    nearest, farthest = distance - (block - 1), distance + (block - 1)
-    whole, needed = (nearest >= 0) & (farthest <= window), (farthest >= 0) & (nearest <= window)
-
-    def listed(blocks):  # how many each row needs, and their indices first
-        return blocks.sum(-1).int()[None, None], blocks.int().argsort(descending=True, stable=True).int()[None, None]
-
-    return BlockMask.from_kv_blocks(*listed(needed & ~whole), *listed(whole), BLOCK_SIZE=block, seq_lengths=(T, T),
+    distance = block * (index[:, None] - index)  # from keys to queries that stand alike in their blocks
+    whole = (distance >= block - 1) & (distance <= window - (block - 1))
+    part = (distance > -block) & (distance <= window + (block - 1)) & ~whole
+    lists = []  # for `part` and `whole`: how many blocks of keys a block of queries has, and which, those first
+    for seen in (part, whole):
+        lists += [seen.sum(-1).int()[None, None], seen.int().argsort(descending=True, stable=True).int()[None, None]]
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, seq_lengths=(T, T),
                                     mask_mod=lambda b, h, i, j: (i >= j) & (i - j <= window))
 
 
 def torch_attention(q, k, v, window):
-    """PyTorch's own kernels: SDPA where the window covers the context, else FlexAttention.
-
-    To be compiled: only then is FlexAttention block-sparse.
-    """
-    T = q.size(1)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
-    gqa = q.size(1) != k.size(1)
+    """PyTorch's own kernels: SDPA where the window covers the context, else FlexAttention, which must be compiled."""
+    if (qkv := as_bf16(q, k, v)) is None:
+        return None
+    q, k, v = (x.transpose(1, 2) for x in qkv)  # (B, H, T, D)
+    T, gqa = q.size(2), q.size(1) != k.size(1)
     if window >= T - 1:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
-    else:
-        y = flex_attention(q, k, v, block_mask=window_block_mask(window, T, q.device), enable_gqa=gqa)
-    return y.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa).transpose(1, 2)
+    return flex_attention(q, k, v, block_mask=window_block_mask(window, T, q.device), enable_gqa=gqa).transpose(1, 2)
 
 
-def probe_hub(repo_id, revision, seconds=8):
-    """Raise what is wrong with the kernel hub, or TimeoutError: name lookup and the hub's API have no time-out."""
-    errors = [TimeoutError(f"no answer within {seconds} s")]
-
-    def ask():
-        try:
-            from huggingface_hub import HfApi
-            HfApi().kernel_info(repo_id, revision=revision)
-            errors.clear()
-        except Exception as error:
-            errors[0] = error
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-
-
-def load_cached_kernel(repo_id, revision):
-    """The kernel from the local cache, without a question to the hub. Raises whatever goes wrong."""
-    from huggingface_hub import constants, snapshot_download
-    from kernels import get_kernel
-
-    was_offline, theirs = constants.HF_HUB_OFFLINE, os.environ.get("LOCAL_KERNELS")
-    try:
-        constants.HF_HUB_OFFLINE = True  # read at each call
-        if theirs is None:  # by path: by name the library refuses a cache without the builds for other machines
-            with contextlib.suppress(Exception):
-                path = snapshot_download(repo_id, repo_type="kernel", revision=revision, allow_patterns=[],
-                                         local_files_only=True, cache_dir=os.environ.get("KERNELS_CACHE"))
-                os.environ["LOCAL_KERNELS"] = f"{repo_id}={path}"
-        return get_kernel(repo_id, revision=revision, trust_remote_code=[repo_id])
-    finally:
-        constants.HF_HUB_OFFLINE = was_offline
-        if theirs is None:
-            os.environ.pop("LOCAL_KERNELS", None)
-
-
-def load_hub_attention(repo_id, revision):
-    """FlashAttention from the local cache, else from the kernel hub. Raises whatever goes wrong there.
-
-    The cache comes first, so that neither a network failure nor a new version on the hub moves the rest of a night to
-    another attention.
-    """
-    try:
-        kernel = load_cached_kernel(repo_id, revision)
-    except Exception:
-        probe_hub(repo_id, revision)
-        # fetched by a process that can be stopped: a download that stalls here would keep this one from ending
-        fetch = ("import kernels; "
-                 f"kernels.install_kernel({repo_id!r}, revision={revision!r}, trust_remote_code=[{repo_id!r}])")
-        fetched = subprocess.run([sys.executable, "-c", fetch], timeout=90, capture_output=True, text=True)
-        if fetched.returncode:
-            raise RuntimeError(fetched.stderr.strip().rpartition("\n")[2]) from None
-        kernel = load_cached_kernel(repo_id, revision)
-    flash_attn_func = kernel.flash_attn_interface.flash_attn_func
-    return lambda q, k, v, window: flash_attn_func(q, k, v, causal=True, window_size=(window, 0))
-
-
-def check_attention(candidate, device):
-    """Run `candidate` forward and backward on `device`. Raises RuntimeError unless it agrees with the definition."""
-    T = 256
-    for window in (T, T // 4):
-        q, k, v, dy = torch.randn(4, 2, T, 2, HEAD_DIM, device=device, dtype=torch.bfloat16).unbind()
-        outputs = []
-        for function, dtype in ((masked_attention, torch.float32), (candidate, torch.bfloat16)):
-            inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-            y = function(*inputs, window)
-            outputs.append((y, *torch.autograd.grad(y, inputs, dy.to(dtype)), *inputs))  # it must not change these
-        for expected, found in zip(*outputs, strict=True):
-            error = (found.float() - expected).norm() / expected.norm()
-            if not error < 0.02:  # bf16 rounding gives about 0.004
-                raise RuntimeError(f"it is off by {error:.2g} with window {window}")
-
-
-def load_attention(device):
-    """Make the fastest attention that gives right numbers on `device` the one that GPT calls, and return its name."""
-    global attention
-    attention = masked_attention
-    if device.type != "cuda":
-        return "masked SDPA"
-    repos = [("kernels-community/flash-attn3", "v1")]  # the branch, since version=1 is not found again offline
-    capability = torch.cuda.get_device_capability(device)
-    if capability == (9, 0):
-        repos.insert(0, ("varunneal/flash-attention-3", "main"))
-    if capability >= (9, 0):  # from Hopper on, SDPA's flash kernel is slower than cuDNN's
-        sdpa_settings.enter_context(sdpa_kernel(CUDNN_FIRST, set_priority=True))
-        # else the compile cache would not notice another order
-        sdpa_settings.enter_context(torch.compiler.config.patch(cache_key_tag=f"{CUDNN_FIRST}"))
-    candidates = [(repo, functools.partial(load_hub_attention, repo, revision)) for repo, revision in repos]
-    candidates.append(("FlexAttention and SDPA", lambda: torch.compile(torch_attention, dynamic=False)))
-    for name, load in candidates:
-        try:
-            candidate = load()
-            check_attention(candidate, device)
-            attention = candidate
-            return name
-        except BaseException as error:  # a kernel can fail in any way, exit too; the next candidate computes the same
-            print(f"not using {name}: {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}")
-    return "masked SDPA"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Model
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class GPTConfig:
-    """The shape of the model; `build_model_config` derives it from DEPTH."""
-
-    sequence_len: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_kv_head: int
-    n_embd: int
-    window_pattern: str
+def load_torch_attention(device):
+    """`torch_attention`, compiled. From Hopper on SDPA tries cuDNN first, which is faster there."""
+    if torch.cuda.get_device_capability(device) >= (9, 0):
+        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
+                 SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        sdpa_settings.enter_context(sdpa_kernel(order, set_priority=True))
+        sdpa_settings.enter_context(torch.compiler.config.patch(cache_key_tag=f"{order}"))  # the key lacks the order
+    return torch.compile(torch_attention, dynamic=False)
 
 
 def norm(x):
@@ -241,28 +150,26 @@ def norm(x):
     return F.rms_norm(x, (x.size(-1),)).to(x.dtype)
 
 
-def has_ve(layer_idx, n_layer):
-    """Whether a layer has a value embedding: every other one, counted back from the last."""
-    return (n_layer - 1 - layer_idx) % 2 == 0
-
-
-def rotate(x1, x2, cos, sin):  # its transpose must be itself with -sin: RotaryNorm.backward relies on that
-    return x1 * cos + x2 * sin, x2 * cos - x1 * sin
-
-
 def apply_rotary_emb(x, cos, sin):
-    """Rotate x (B, T, H, D), first half of D against second, by cos, sin (1, T, 1, D/2). The model uses RotaryNorm."""
-    return torch.cat(rotate(*x.chunk(2, dim=-1), cos, sin), dim=-1)
+    """Rotate the first half of each head in x (B, T, H, D) against the second half; cos and sin are (1, T, 1, D/2)."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
+
+
+@has_fast_path
+def rotary_norm(x, cos, sin):
+    """Queries or keys x (B, T, H, D), rotated by their positions and then normed."""
+    return norm(apply_rotary_emb(x, cos, sin))
 
 
 class RotaryNorm(torch.autograd.Function):
-    """norm(apply_rotary_emb(x, cos, sin)) for x in halves. It saves its result, which attention keeps anyway."""
-
+    """rotary_norm in one kernel each way. Saves its output, which attention saves too, and a mean square a head."""
     @staticmethod
-    def forward(ctx, x1, x2, cos, sin):
-        y1, y2 = rotate(x1.float(), x2.float(), cos, sin)
-        mean_square = (y1 * y1 + y2 * y2).mean(-1, keepdim=True) / 2 + torch.finfo(torch.float32).eps
-        y = torch.cat([(z * mean_square.rsqrt()).to(x1.dtype) for z in (y1, y2)], dim=-1)
+    def forward(ctx, x, cos, sin):
+        x1, x2 = x.float().chunk(2, dim=-1)
+        z1, z2 = x1 * cos + x2 * sin, x2 * cos - x1 * sin
+        mean_square = (z1 * z1 + z2 * z2).mean(-1, keepdim=True) / 2 + torch.finfo(torch.float32).eps
+        y = torch.cat([(z * mean_square.rsqrt()).to(x.dtype) for z in (z1, z2)], dim=-1)  # cast first: cat is stored
         ctx.save_for_backward(y, mean_square, cos, sin)
         return y
 
@@ -271,138 +178,107 @@ class RotaryNorm(torch.autograd.Function):
         y, mean_square, cos, sin = ctx.saved_tensors
         (y1, y2), (d1, d2) = y.float().chunk(2, dim=-1), dy.float().chunk(2, dim=-1)
         radial = (d1 * y1 + d2 * y2).mean(-1, keepdim=True) / 2
-        # not the rsqrt of the forward pass: shared, it would be stored between two kernels there
-        d1, d2 = ((d - radial * z) / mean_square.sqrt() for d, z in ((d1, y1), (d2, y2)))
-        return *(d.to(dy.dtype) for d in rotate(d1, d2, cos, -sin)), None, None
+        r = mean_square.sqrt()  # computed anew: a value shared with the forward pass would be stored there
+        d1, d2 = (d1 - radial * y1) / r, (d2 - radial * y2) / r  # dz = (dy - y mean(y dy)) / r, for y = z / r
+        return torch.cat([d.to(dy.dtype) for d in (d1 * cos - d2 * sin, d2 * cos + d1 * sin)], dim=-1), None, None
 
 
-class CausalSelfAttention(nn.Module):
-    """Grouped-query attention; q and k are rotated, then normed; some layers add value embeddings (ResFormer) to v."""
-
-    def __init__(self, config, layer_idx):
-        super().__init__()
-        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
-        self.head_dim = config.n_embd // config.n_head
-        self.c_q = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=False)
-        self.c_k = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
-        self.c_v = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.ve_gate_channels = min(32, config.n_embd)
-        if has_ve(layer_idx, config.n_layer):
-            self.ve_gate = nn.Linear(self.ve_gate_channels, self.n_kv_head, bias=False)
-
-    def forward(self, x, ve, cos, sin, window):
-        B, T, C = x.size()
-        half = self.head_dim // 2  # halves rotate against each other: one product gives those of q and k, without bias
-        rows = [w for linear in (self.c_q, self.c_k) for w in linear.weight.unflatten(0, (-1, 2, half)).unbind(1)]
-        qk = F.linear(x, torch.cat(rows).flatten(0, 1)).view(B, T, -1, half)
-        q1, q2, k1, k2 = qk.split([len(w) for w in rows], dim=2)  # (B, T, H, D/2)
-        v = self.c_v(x).view(B, T, self.n_kv_head, self.head_dim)
-        if ve is not None:
-            gate = 2 * torch.sigmoid(self.ve_gate(x[..., :self.ve_gate_channels]))  # (B, T, H_kv), 1 at the start
-            v = v + gate.unsqueeze(-1) * ve.view(B, T, self.n_kv_head, self.head_dim)
-        q, k = RotaryNorm.apply(q1, q2, cos, sin), RotaryNorm.apply(k1, k2, cos, sin)  # (B, T, H, D)
-        y = attention(q, k, v, window)
-        return self.c_proj(y.reshape(B, T, C))
+def fused_rotary_norm(x, cos, sin):
+    """The fast path of rotary_norm, for tables that are not learned."""
+    return None if cos.requires_grad or sin.requires_grad else RotaryNorm.apply(x, cos, sin)
 
 
-fused_squared_relu = None  # f(a, b): relu(a @ b.T)**2; f(a, b, h): the gradient through such an h, a @ b.T * 2 sqrt(h)
+@has_fast_path
+def squared_relu_mlp(x, c_fc, c_proj):
+    """Squared ReLU (Primer, https://arxiv.org/abs/2109.08668) between two linear modules; x (B, T, C) to (B, T, C)."""
+    return c_proj(F.relu(c_fc(x)).square())
 
 
-def load_fused_squared_relu(device):
-    """Set fused_squared_relu: a Triton kernel for Hopper, bf16 a (M, K), b (N, K), N and K multiples of 8; or raise."""
-    global fused_squared_relu
+def load_fused_mlp(device):
+    """Make squared_relu_kernel, for bf16 and by Triton, and return the fast path that uses it.
+
+    From (a, b) it makes h = relu(a b^T)^2, from (a, b, h) it makes 2 sqrt(h) a b^T, the backward pass of that.
+    To square a product before it is stored is modded-nanogpt's idea (https://github.com/KellerJordan/modded-nanogpt).
+    """
+    global squared_relu_kernel
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        raise prepare.UserError("its tiles are made for Hopper GPUs")
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
-
     @triton.jit
-    def kernel(a, b, h, out, M, N, K, HAS_H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    def kernel(a, b, h, out, M, N, K, GRADIENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
         tiles_n = tl.cdiv(N, BN)
         for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * tiles_n, tl.num_programs(0), flatten=True):
             m, n = tile // tiles_n * BM, tile % tiles_n * BN
             product = tl.zeros((BM, BN), tl.float32)
             for k in range(0, K, BK):
                 product = tl.dot(a.load([m, k]), b.load([n, k]).T, product)
-            halves = product.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()  # whole, it takes too much shared memory
-            for i in tl.static_range(2):
-                column = n + i * (BN // 2)
-                scale = 2 * tl.sqrt(h.load([m, column]).to(tl.float32)) if HAS_H else tl.maximum(halves[i], 0)
-                out.store([m, column], (halves[i] * scale).to(out.dtype))
+            if GRADIENT:
+                product *= 2 * tl.sqrt(h.load([m, n]).to(tl.float32))
+            else:
+                product *= tl.maximum(product, 0, propagate_nan=tl.PropagateNan.ALL)
+            out.store([m, n], product.to(out.dtype))
 
     @torch.library.custom_op("autoresearch::squared_relu", mutates_args=(), tags=(torch.Tag.flexible_layout,))
-    def fused(a: torch.Tensor, b: torch.Tensor, h: torch.Tensor | None = None) -> torch.Tensor:
-        out, (BM, BN, BK) = a.new_empty(a.size(0), b.size(0)), (128, 256, 64)
-        tiles = ((a, BM, BK), (b, BN, BK), (out if h is None else h, BM, BN // 2), (out, BM, BN // 2))
-        programs = torch.cuda.get_device_properties(a.device).multi_processor_count
+    def squared_relu(a: torch.Tensor, b: torch.Tensor, h: torch.Tensor | None = None) -> torch.Tensor:
+        out = a.new_empty(a.size(0), b.size(0))
+        BM, BN, BK, num_stages = (128, 256, 64, 3) if h is None else (128, 256, 32, 4)  # the fastest on an H200
         # not from_tensor: it refuses odd strides of a dimension of size 1, which nobody walks
-        tiles = (TensorDescriptor(x.contiguous(), x.shape, (x.size(1), 1), block) for x, *block in tiles)
-        kernel[(programs,)](*tiles, *out.shape, a.size(1), h is not None, BM, BN, BK, num_warps=8, num_stages=3)
+        operands = (a, BM, BK), (b, BN, BK), (out if h is None else h, BM, BN), (out, BM, BN)
+        tiles = [TensorDescriptor(x.contiguous(), x.shape, (x.size(1), 1), block) for x, *block in operands]
+        programs = torch.cuda.get_device_properties(a.device).multi_processor_count
+        shape = (*out.shape, a.size(1))
+        kernel[(programs,)](*tiles, *shape, h is not None, BM, BN, BK, num_warps=8, num_stages=num_stages)
         return out
-
-    fused.register_fake(lambda a, b, h=None: a.new_empty(a.size(0), b.size(0)))
-    a, b = torch.randn(2, 304, 144, device=device).bfloat16()
-    product, h = a.float() @ b.float().T, fused(a, b)
-    for found, expected in ((h, product.relu() ** 2), (fused(a, b, h), product * 2 * h.float().sqrt())):
-        if not (found - expected).norm() < 0.02 * expected.norm():  # bf16 rounding gives about 0.003
-            raise RuntimeError("its numbers are wrong")
-    fused_squared_relu = fused
+    squared_relu.register_fake(lambda a, b, h=None: a.new_empty(a.size(0), b.size(0)))
+    squared_relu_kernel = squared_relu
+    return fused_mlp
 
 
 class SquaredReluMLP(torch.autograd.Function):
-    """relu(x @ w_fc.T)**2 @ w_proj.T for x (N, C). Of the first product it keeps only what the second one reads."""
-
+    """squared_relu_mlp of x (N, C) with bare weights. Saves h = relu(x w_fc^T)^2 and not the product inside it."""
     @staticmethod
     def forward(ctx, x, w_fc, w_proj):
-        h = fused_squared_relu(x, w_fc)  # (N, 4C)
+        h = squared_relu_kernel(x, w_fc)  # (N, 4C)
         ctx.save_for_backward(x, w_fc, w_proj, h)
         return h @ w_proj.T
 
     @staticmethod
     def backward(ctx, dy):
         x, w_fc, w_proj, h = ctx.saved_tensors
-        da = fused_squared_relu(dy, w_proj.T.contiguous(), h)
+        da = squared_relu_kernel(dy, w_proj.T.contiguous(), h)
         return da @ w_fc, da.T @ x, dy.T @ h
 
 
-class MLP(nn.Module):
-    """Squared ReLU (Primer, https://arxiv.org/abs/2109.08668) between two matrices."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
-
-    def forward(self, x):
-        if fused_squared_relu and x.dtype == torch.bfloat16 and not any(n % 8 for n in self.c_fc.weight.shape):
-            weights = (linear.weight.to(x.dtype) for linear in (self.c_fc, self.c_proj))
-            return SquaredReluMLP.apply(x.flatten(0, -2), *weights).view_as(x)
-        return self.c_proj(F.relu(self.c_fc(x)).square())  # not reached on Hopper while the lines above are there
+def fused_mlp(x, c_fc, c_proj):
+    """The fast path of squared_relu_mlp."""
+    if not (is_plain(c_fc) and is_plain(c_proj)) or any(n % 8 for n in (*c_fc.weight.shape, *c_proj.weight.shape)):
+        return None
+    matrices = as_bf16(x.flatten(0, -2), c_fc.weight, c_proj.weight)
+    return None if matrices is None else SquaredReluMLP.apply(*matrices).view(*x.shape[:-1], -1)
 
 
-class Block(nn.Module):
-    """Attention and MLP, each on the normed residual stream and added to it. (B, T, C) to (B, T, C)."""
+def softcapped_logits(x, lm_head, cap):
+    """Logits (..., vocab) of x (..., C) in float32: a tanh keeps them between -cap and cap, so they cannot run away."""
+    return cap * torch.tanh(lm_head(x).float() / cap)
 
-    def __init__(self, config, layer_idx):
-        super().__init__()
-        self.attn = CausalSelfAttention(config, layer_idx)
-        self.mlp = MLP(config)
 
-    def forward(self, x, ve, cos, sin, window):
-        x = x + self.attn(norm(x), ve, cos, sin, window)
-        return x + self.mlp(norm(x))
+@has_fast_path
+def softcapped_cross_entropy(x, lm_head, cap, targets, reduction):
+    """Cross-entropy of the logits of x (B, T, C) for targets (B, T); -1 is ignored, `reduction` is as in PyTorch."""
+    logits = softcapped_logits(x, lm_head, cap).flatten(0, -2)  # (B * T, vocab)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction=reduction)
 
 
 class SoftcappedLoss(torch.autograd.Function):
-    """Cross-entropy (N,) of the logits cap tanh(x @ weight.T / cap) for x (N, C), weight (vocab, C) and targets (N,).
+    """Losses (N,) of x (N, C) with a bare weight, and in the same pass their gradient, while the logits are there.
 
-    The forward pass computes the gradient too, while it has the logits. cap tanh(z / cap) is taken as 2 cap s - cap
-    with s = sigmoid(2 z / cap): fewer instructions. For a cap below 75 no sum of exponentials overflows.
+    As in Liger Kernel (https://arxiv.org/abs/2410.10989). cap tanh(z / cap) is 2 cap s - cap, s = sigmoid(2 z / cap).
     """
-
     @staticmethod
     def forward(ctx, x, weight, targets, cap):
-        logits = F.linear(x, weight.detach())  # (N, vocab); else autocast would cache a copy that gets no gradient
+        logits = F.linear(x, weight.detach())  # (N, vocab); undetached, autocast would cache a bf16 copy without graph
         s = 1 / (1 + torch.exp2(logits.float() * (-2 / cap / math.log(2))))
         exp = torch.exp2((2 * cap * s - cap) / math.log(2))
         total = exp.sum(-1, keepdim=True)
@@ -418,37 +294,149 @@ class SoftcappedLoss(torch.autograd.Function):
         return dloss * (dlogits @ weight.to(dlogits.dtype)), dlogits.T @ (dloss * x).to(dlogits.dtype), None, None
 
 
+def fused_cross_entropy(x, lm_head, cap, targets, reduction):
+    """The fast path of softcapped_cross_entropy, for a cap that is not learned."""
+    if not is_plain(lm_head) or not isinstance(cap, (int, float)) or not 0 < cap <= 75:  # above, exponentials overflow
+        return None
+    counted = targets.flatten() != -1
+    losses = SoftcappedLoss.apply(x.flatten(0, -2), lm_head.weight, targets.flatten(), cap).where(counted, 0)
+    return {"mean": losses.sum() / counted.sum(), "sum": losses.sum(), "none": losses}[reduction]
+
+
+def load_kernels(device):
+    """Compare the fast paths with their definitions on `device`, keep those that agree, and print their names."""
+    # random arguments, large so that most edits show; what a fast path holds constant requires no gradient
+    randn = functools.partial(torch.randn, device=device, requires_grad=True)
+    linear = functools.partial(nn.Linear, bias=False, device=device)
+    q, k, v = 4 * randn(1, 400, 4, HEAD_DIM), randn(1, 400, 2, HEAD_DIM), randn(1, 400, 2, HEAD_DIM)  # peaked softmax
+    heads, x = randn(2, 33, 3, HEAD_DIM), randn(2, 43, 72)
+    cos, sin = torch.randn(2, 1, 33, 1, HEAD_DIM // 2, device=device)  # not even on the unit circle
+    c_fc, negative, c_proj, lm_head = linear(72, 200), linear(72, 200), linear(200, 72), linear(72, prepare.VOCAB_SIZE)
+    negative.weight.data.abs_().neg_()
+    targets = torch.arange(0, prepare.VOCAB_SIZE, 4, device=device)[None]  # BOS among them
+    windows = [(q, k, v, 400), (q, k, v, 290)]  # the second has whole blocks
+    scales = [(heads, cos, sin), (heads / 1000, cos, sin)]  # eps matters in the second
+    signs = [(x, c_fc, c_proj), (25 * x, c_fc, c_proj), (x.abs(), negative, c_proj)]  # none positive in the last
+    caps = [(25 * randn(*targets.shape, 72), lm_head, cap, targets, how) for cap, how in ((15, "mean"), (4, "none"))]
+    candidates = [("flash-attn3", attention, load_flash_attention, windows),
+                  ("FlexAttention and SDPA", attention, load_torch_attention, windows),
+                  ("the fused rotary norm", rotary_norm, lambda _: fused_rotary_norm, scales),
+                  ("the fused MLP", squared_relu_mlp, load_fused_mlp, signs),
+                  ("the fused loss", softcapped_cross_entropy, lambda _: fused_cross_entropy, caps)]
+    proven.clear()
+    names = {}
+    for name, definition, load, examples in candidates if torch.cuda.is_available() else []:
+        if definition not in names:
+            try:
+                fast_path = load(device)
+                for args in examples:
+                    prepare.check_equal(fast_path, definition.__wrapped__, args)
+            except BaseException as error:  # a kernel can fail in any way, even by SystemExit; then the definition runs
+                print(f"not using {name}: {prepare.first_line(error)}")
+            else:
+                proven[definition.__name__, len(args)] = fast_path
+                names[definition] = name
+    print(f"attention: {names.pop(attention, 'masked SDPA')}")
+    print(f"fast paths: {', '.join(name.removeprefix('the fused ') for name in names.values()) or 'none'}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Model
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class GPTConfig:
+    """The shape of the model; `build_model_config` derives it from DEPTH."""
+    sequence_len: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    n_embd: int
+    window_pattern: str
+
+
+def has_ve(layer_idx, n_layer):
+    """Whether a layer has a value embedding: every other one, counted back from the last."""
+    return (n_layer - 1 - layer_idx) % 2 == 0
+
+
+class CausalSelfAttention(nn.Module):
+    """Grouped-query attention; some layers add value embeddings (ResFormer, https://arxiv.org/abs/2410.17897) to v."""
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.head_dim = config.n_embd // config.n_head
+        self.c_q = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=False)
+        self.c_k = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.c_v = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.ve_gate_channels = min(32, config.n_embd)
+        if has_ve(layer_idx, config.n_layer):
+            self.ve_gate = nn.Linear(self.ve_gate_channels, self.n_kv_head, bias=False)
+
+    def forward(self, x, ve, cos, sin, window):
+        B, T, C = x.size()
+        q = self.c_q(x).view(B, T, self.n_head, self.head_dim)
+        k = self.c_k(x).view(B, T, self.n_kv_head, self.head_dim)
+        v = self.c_v(x).view(B, T, self.n_kv_head, self.head_dim)
+        if ve is not None:
+            gate = 2 * torch.sigmoid(self.ve_gate(x[..., :self.ve_gate_channels]))  # (B, T, H_kv), 1 at the start
+            v = v + gate.unsqueeze(-1) * ve.view(B, T, self.n_kv_head, self.head_dim)
+        y = attention(rotary_norm(q, cos, sin), rotary_norm(k, cos, sin), v, window)  # (B, T, H, D)
+        return self.c_proj(y.reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """Two matrices and a squared ReLU between them, where the width is four times that of the model."""
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return squared_relu_mlp(x, self.c_fc, self.c_proj)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each on the normed residual stream and added to it. (B, T, C) to (B, T, C)."""
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.attn = CausalSelfAttention(config, layer_idx)
+        self.mlp = MLP(config)
+
+    def forward(self, x, ve, cos, sin, window):
+        x = x + self.attn(norm(x), ve, cos, sin, window)
+        return x + self.mlp(norm(x))
+
+
 class GPT(nn.Module):
     """Decoder-only transformer. Raises ValueError for a config that does not add up."""
-
     def __init__(self, config):
         super().__init__()
         if (min(config.n_layer, config.n_head, config.n_kv_head) < 1 or config.n_embd % (2 * config.n_head)
                 or config.n_head % config.n_kv_head):
-            raise prepare.UserError(f"the model must have layers and heads, n_embd = {config.n_embd} an even number for"
-                                    f" each of n_head = {config.n_head}, and n_head be a multiple of n_kv_head ="
-                                    f" {config.n_kv_head}; change DEPTH or HEAD_DIM in train.py")
+            raise prepare.UserError(f"n_embd = {config.n_embd} must be n_head = {config.n_head} heads of even width and"
+                                    f" n_kv_head = {config.n_kv_head} divide n_head; change DEPTH or HEAD_DIM")
         self.config = config
         self.window_sizes = self._compute_window_sizes(config)
-        self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(config.vocab_size, config.n_embd),
-            "h": nn.ModuleList([Block(config, i) for i in range(config.n_layer)]),
-        })
+        blocks = nn.ModuleList([Block(config, i) for i in range(config.n_layer)])
+        self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.vocab_size, config.n_embd), "h": blocks})
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
         kv_dim = config.n_kv_head * (config.n_embd // config.n_head)
         self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(config.vocab_size, kv_dim)
                                            for i in range(config.n_layer) if has_ve(i, config.n_layer)})
-        cos, sin = self._compute_rotary(self.lm_head.weight.device)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        for name, table in zip(("cos", "sin"), self._compute_rotary(self.lm_head.weight.device), strict=True):
+            self.register_buffer(name, table, persistent=False)
 
     @staticmethod
     def _compute_window_sizes(config):
         """A pair (w, 0) a layer, in FlashAttention's convention: w tokens before the query and 0 after it."""
         pattern = config.window_pattern.upper()
-        if not re.fullmatch("[SL]+", pattern):
+        if not pattern or set(pattern) - set("SL"):
             raise prepare.UserError(f"the window pattern is {config.window_pattern!r}, but may hold only the letters S"
                                     " (half the context) and L (all of it); change WINDOW_PATTERN in train.py")
         width = {"L": config.sequence_len, "S": config.sequence_len // 2}
@@ -461,20 +449,19 @@ class GPT(nn.Module):
         frequency = 10000 ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
         angle = torch.outer(torch.arange(self.config.sequence_len, dtype=torch.float32, device=device), frequency)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        return tuple(table.to(dtype)[None, :, None, :] for table in (angle.cos(), angle.sin()))
+        return [table.to(dtype)[None, :, None, :] for table in (angle.cos(), angle.sin())]
 
     @torch.no_grad()
     def init_weights(self):
         """Fill every parameter and buffer in place; on CUDA the embeddings become bf16."""
-        bound = 3**0.5 * self.config.n_embd**-0.5  # uniform in this has the standard deviation n_embd**-0.5
+        bound = 3**0.5 * self.config.n_embd**-0.5  # uniform in +-bound has the standard deviation n_embd**-0.5
         nn.init.normal_(self.transformer.wte.weight)
         nn.init.normal_(self.lm_head.weight, std=0.001)
-        for block in self.transformer.h:
-            for linear in (block.attn.c_q, block.attn.c_k, block.attn.c_v, block.mlp.c_fc):
-                nn.init.uniform_(linear.weight, -bound, bound)
-            for linear in (block.attn.c_proj, block.mlp.c_proj, getattr(block.attn, "ve_gate", None)):
-                if linear is not None:
-                    nn.init.zeros_(linear.weight)
+        for name, module in self.transformer.h.named_modules():
+            if name.endswith(("c_q", "c_k", "c_v", "c_fc")):
+                nn.init.uniform_(module.weight, -bound, bound)
+            elif name.endswith(("c_proj", "ve_gate")):
+                nn.init.zeros_(module.weight)
         nn.init.ones_(self.resid_lambdas)
         nn.init.constant_(self.x0_lambdas, 0.1)
         for embedding in self.value_embeds.values():
@@ -486,17 +473,14 @@ class GPT(nn.Module):
 
     def num_scaling_params(self):
         """Parameter counts by role, and their total."""
-        counts = {
-            "wte": sum(p.numel() for p in self.transformer.wte.parameters()),
-            "value_embeds": sum(p.numel() for p in self.value_embeds.parameters()),
-            "lm_head": sum(p.numel() for p in self.lm_head.parameters()),
-            "transformer_matrices": sum(p.numel() for p in self.transformer.h.parameters()),
-            "scalars": self.resid_lambdas.numel() + self.x0_lambdas.numel(),
-        }
+        roles = {"wte": self.transformer.wte, "value_embeds": self.value_embeds, "lm_head": self.lm_head,
+                 "transformer_matrices": self.transformer.h}
+        counts = {name: sum(p.numel() for p in module.parameters()) for name, module in roles.items()}
+        counts["scalars"] = self.resid_lambdas.numel() + self.x0_lambdas.numel()
         return counts | {"total": sum(p.numel() for p in self.parameters())}
 
     def estimate_flops(self):
-        """FLOPs per token, forward and backward: 6 a matmul parameter, and attention over the keys that it may see."""
+        """FLOPs per token, forward and backward: 6 a matmul parameter, and attention over the keys in its window."""
         counts, config = self.num_scaling_params(), self.config
         keys = sum(min(window, config.sequence_len) for window, _ in self.window_sizes)
         return 6 * (counts["lm_head"] + counts["transformer_matrices"]) + 12 * config.n_embd * keys
@@ -506,16 +490,14 @@ class GPT(nn.Module):
         scale = (self.config.n_embd / 768) ** -0.5  # the AdamW rates of matrices were tuned at width 768
         wte, blocks = list(self.transformer.wte.parameters()), list(self.transformer.h.parameters())
         taken, groups = set(), []
-
-        def add(params, kind, lr, **options):
+        def add(params, **group):
             params = [p for p in params if p.requires_grad and p not in taken]
             taken.update(params)
             if params:
-                groups.append(dict(params=params, kind=kind, lr=lr, **options))
-
+                groups.append(dict(params=params, **group))
         adam = dict(kind="adamw", betas=adam_betas, eps=1e-10, weight_decay=0.0)
         add((p for p in self.lm_head.parameters() if p not in set(wte)), lr=unembedding_lr * scale, **adam)
-        add(wte, lr=embedding_lr * scale, **adam)  # what others share with it stays here
+        add(wte, lr=embedding_lr * scale, **adam)  # a tied lm_head stays in this group, too
         add(self.value_embeds.parameters(), lr=embedding_lr * scale, **adam)
         add([self.resid_lambdas], lr=scalar_lr * 0.01, **adam)  # they act on every layer above: step with care
         add([self.x0_lambdas], lr=scalar_lr, **adam | {"betas": (0.96, 0.95)})
@@ -530,19 +512,17 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Logits (B, T, vocab) in float32 for ids (B, T); with targets (B, T) their cross-entropy, -1 being ignored."""
-        T = idx.size(1)
-        cos, sin = self.cos[:, :T], self.sin[:, :T]
+        cos, sin = self.cos[:, :idx.size(1)], self.sin[:, :idx.size(1)]
         x = x0 = norm(self.transformer.wte(idx))  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
             ve = self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
             x = block(x, ve, cos, sin, self.window_sizes[i][0])
-        x, weight, cap = norm(x), self.lm_head.weight, 15  # softcap: the logits cannot run away
+        x = norm(x)
+        cap = 15
         if targets is None:
-            return cap * torch.tanh(F.linear(x, weight).float() / cap)  # for evaluation: training has its own, below
-        counted = targets.flatten() >= 0
-        losses = SoftcappedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), cap).where(counted, 0)
-        return {"mean": losses.sum() / counted.sum(), "sum": losses.sum(), "none": losses}[reduction]
+            return softcapped_logits(x, self.lm_head, cap)
+        return softcapped_cross_entropy(x, self.lm_head, cap, targets, reduction)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -560,16 +540,12 @@ polar_express_coeffs = [
 
 
 def adamw_step_fused(p, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, wd):
-    """One AdamW step (https://arxiv.org/abs/1711.05101) on `p` and its moments in place; the scalars are 0-D tensors.
-
-    Computed in float32 and rounded back, so that bf16 embeddings lose precision once a step and not at each operation.
-    """
-    g, m, v, x = grad.float(), exp_avg.float(), exp_avg_sq.float(), p.float()
-    m = m + (1 - beta1) * (g - m)
-    v = v + (1 - beta2) * (g * g - v)
+    """One AdamW step (https://arxiv.org/abs/1711.05101) in place, in float32, rounded once; scalars are 0-D tensors."""
+    g, x = grad.float(), p.float()
+    m = exp_avg.float() + (1 - beta1) * (g - exp_avg)
+    v = exp_avg_sq.float() + (1 - beta2) * (g * g - exp_avg_sq)
     m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
-    x = x * (1 - lr * wd) - lr * m_hat / (v_hat.sqrt() + eps)
-    p.copy_(x)
+    p.copy_(x * (1 - lr * wd) - lr * m_hat / (v_hat.sqrt() + eps))
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
 
@@ -589,21 +565,18 @@ def orthogonalize(g, ns_steps):
 
 
 def muon_step_fused(grads, params, momentum_buffer, second_momentum_buffer, momentum, lr, wd, beta2, ns_steps):
-    """One Muon step on the stack `params` (N, rows, cols) and its buffers in place; the scalars are 0-D tensors.
+    """One Muon step (https://kellerjordan.github.io/posts/muon/) in place on a stack `params` (N, rows, cols).
 
-    Nesterov momentum, orthogonalized (Muon, https://kellerjordan.github.io/posts/muon/), evened out by a running mean
-    square of each row, or column if wide (NorMuon, https://arxiv.org/abs/2510.05491), and weight decay only where it
-    does not work against the update (cautious, https://arxiv.org/abs/2411.16085).
+    Orthogonalized Nesterov momentum is evened out by a running mean square of each row, or column if wide (NorMuon,
+    https://arxiv.org/abs/2510.05491). Decay acts only where it agrees with the update (https://arxiv.org/abs/2411.16085).
     """
     rows, cols = params.shape[-2:]
     momentum_buffer.copy_(momentum_buffer + (1 - momentum) * (grads - momentum_buffer))
     g = orthogonalize(grads + momentum * (momentum_buffer - grads), ns_steps).float()
-
     mean_square = g.square().mean(dim=-1 if rows >= cols else -2, keepdim=True)
     second_momentum_buffer.copy_(second_momentum_buffer + (1 - beta2) * (mean_square - second_momentum_buffer))
     scaled = g * second_momentum_buffer.float().clamp_min(1e-10).rsqrt()
     g = scaled * (g.norm(dim=(-2, -1), keepdim=True) / scaled.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
-
     lr = lr * max(1, rows / cols) ** 0.5
     x = params.float()
     params.copy_(x - lr * g - lr * wd * x * (g * x >= 0))
@@ -617,16 +590,15 @@ def scalar_tensors(device, *values):
 class MuonAdamW(torch.optim.Optimizer):
     """One optimizer for all parameters. A group's `kind` is "adamw" (betas, eps) or "muon" (momentum, ns_steps, beta2).
 
-    On CUDA the steps are compiled once a shape; what a schedule changes reaches them as 0-D tensors, on the device, for
-    arithmetic on CPU scalars inside would need a C++ compiler. Parameters without a gradient are left as they are.
+    Leaves parameters without a gradient as they are. On CUDA the steps are compiled once a shape; what a schedule
+    changes reaches them as 0-D tensors on the device, since arithmetic on CPU scalars would need a C++ compiler.
     """
-
     def __init__(self, param_groups):
         super().__init__(param_groups, defaults={})
-        on_cuda = self.param_groups[0]["params"][0].is_cuda
-        self.adamw_step, self.muon_step = (
-            torch.compile(step, dynamic=False, fullgraph=True) if on_cuda else step
-            for step in (adamw_step_fused, muon_step_fused))
+        self.adamw_step, self.muon_step = adamw_step_fused, muon_step_fused
+        if self.param_groups[0]["params"][0].is_cuda:
+            self.adamw_step = torch.compile(adamw_step_fused, dynamic=False, fullgraph=True)
+            self.muon_step = torch.compile(muon_step_fused, dynamic=False, fullgraph=True)
 
     def add_param_group(self, param_group):
         if param_group["kind"] not in ("adamw", "muon"):
@@ -638,12 +610,9 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            if group["kind"] == "adamw":
-                self._step_adamw(group, params)
-            else:
-                self._step_muon(group, params)
+            if params:
+                step = self._step_adamw if group["kind"] == "adamw" else self._step_muon
+                step(group, params)
 
     def _step_adamw(self, group, params):
         scalars = scalar_tensors(params[0].device, group["lr"], *group["betas"], group["eps"], group["weight_decay"])
@@ -659,16 +628,13 @@ class MuonAdamW(torch.optim.Optimizer):
         scalars = scalar_tensors(params[0].device, *(group[key] for key in ("momentum", "lr", "weight_decay", "beta2")))
         for p in params:
             if not self.state[p]:
-                tall = p.size(-2) >= p.size(-1)
-                second = p.new_zeros((p.size(-2), 1) if tall else (1, p.size(-1)))
-                self.state[p].update(momentum_buffer=torch.zeros_like(p), second_momentum_buffer=second)
+                shape = (p.size(-2), 1) if p.size(-2) >= p.size(-1) else (1, p.size(-1))
+                self.state[p].update(momentum_buffer=torch.zeros_like(p), second_momentum_buffer=p.new_zeros(shape))
         # kept per parameter and not as a stack: after an edit some parameters may lack a gradient in some steps
-        momenta, second_momenta = ([self.state[p][key] for p in params]
-                                   for key in ("momentum_buffer", "second_momentum_buffer"))
-        grads = torch.stack([p.grad for p in params])
-        stacks = [torch.stack(tensors) for tensors in (params, momenta, second_momenta)]
-        self.muon_step(grads, *stacks, *scalars, group["ns_steps"])
-        for tensors, stack in zip((params, momenta, second_momenta), stacks, strict=True):
+        buffers = [[self.state[p][key] for p in params] for key in ("momentum_buffer", "second_momentum_buffer")]
+        stacks = [torch.stack(tensors) for tensors in (params, *buffers)]
+        self.muon_step(torch.stack([p.grad for p in params]), *stacks, *scalars, group["ns_steps"])
+        for tensors, stack in zip((params, *buffers), stacks, strict=True):
             torch._foreach_copy_(tensors, list(stack.unbind()))
 
 
@@ -684,10 +650,22 @@ def build_model_config(depth, vocab_size):
                      n_kv_head=n_head, n_embd=n_head * HEAD_DIM, window_pattern=WINDOW_PATTERN)
 
 
+def count_micro_steps():
+    """Micro-batches a step. Raises ValueError with a valid choice if TOTAL_BATCH_SIZE does not hold a whole number."""
+    T, rows = prepare.MAX_SEQ_LEN, max(1, DEVICE_BATCH_SIZE)
+    micro_steps = max(1, TOTAL_BATCH_SIZE // (rows * T))
+    if TOTAL_BATCH_SIZE != micro_steps * DEVICE_BATCH_SIZE * T:
+        raise prepare.UserError(
+            f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} is not a multiple of DEVICE_BATCH_SIZE * MAX_SEQ_LEN ="
+            f" {DEVICE_BATCH_SIZE} * {T} = {DEVICE_BATCH_SIZE * T}; change one of the two in train.py, for example to"
+            f" DEVICE_BATCH_SIZE = {rows}, TOTAL_BATCH_SIZE = {micro_steps * rows * T}")
+    return micro_steps
+
+
 def get_lr_multiplier(progress):
     """Factor of all learning rates at `progress` (0 to 1) through the time budget."""
     if progress < WARMUP_RATIO:
-        return min(max(progress, 1 / 300) / WARMUP_RATIO, 1.0)  # the uncharged steps would run at 0
+        return min(max(progress, 1 / 300) / WARMUP_RATIO, 1.0)  # not 0 in the first steps, which are not charged
     if progress > 1 - WARMDOWN_RATIO:
         remaining = (1 - progress) / WARMDOWN_RATIO
         return remaining + (1 - remaining) * FINAL_LR_FRAC
@@ -702,110 +680,62 @@ def get_weight_decay(progress):
     return WEIGHT_DECAY * (1 - progress)
 
 
-# Dense bf16 FLOPs per second by name, from the vendors' data sheets; the first name found in the device's counts
-PEAK_FLOPS = {
-    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12, "GH200": 989.5e12, "H800": 989.5e12,
-    "B200": 2250e12, "GB200": 2500e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A10": 125e12, "L40S": 362e12,
-    "L40": 181e12, "L4": 121e12, "RTX 3090": 71e12, "RTX 4090": 165.2e12, "RTX 5090": 209.5e12,
-}
-
-
-def get_peak_flops(device):
-    """Peak bf16 FLOPs per second of `device`; nan if it is not known, and so is the MFU then."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b(?! Laptop)", name)), math.nan)
-
-
 def use_toy_scale():
-    """Shrink everything to what a CPU trains in a minute. Exits if this looks like a GPU machine that lost its GPU."""
+    """Shrink everything to what a CPU trains in a minute."""
     global DEPTH, TOTAL_BATCH_SIZE, DEVICE_BATCH_SIZE
-    is_full_scale = os.path.exists(os.path.join(prepare.TOKENIZER_DIR, "tokenizer.pkl"))
-    if is_full_scale and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        raise SystemExit("no CUDA GPU was found, but the full-scale data is prepared here: see why (nvidia-smi), or set"
-                         " CUDA_VISIBLE_DEVICES to nothing to run the toy scale on the CPU")
+    print(f"TOY SCALE: {prepare.explain_missing_gpu()}. This shows the loop at work; its numbers compare with nothing.")
     prepare.use_toy_scale()
     DEPTH, TOTAL_BATCH_SIZE, DEVICE_BATCH_SIZE = 2, 2**12, 8
-    print("TOY SCALE: no CUDA GPU. This shows the loop at work; its numbers compare with nothing.")
 
 
-@contextlib.contextmanager
-def mistakes_as_sentences():
-    """A user's mistake, and what the system refuses, ends the script with a sentence; bugs keep their traceback."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        message = f"GPU memory ran out; lower DEVICE_BATCH_SIZE in train.py, or undo what takes more ({error})"
-        raise SystemExit(message) from None
-    except (FileNotFoundError, prepare.UserError) as error:
-        raise SystemExit(str(error)) from None
-    except OSError as error:
-        if error.errno is None:  # not from the system, which refuses a full disk or a pipe that nobody reads
-            raise
-        raise SystemExit(str(error)) from None
+def print_settings(model, optimizer, names):
+    """Model, parameter counts, FLOPs, and the learning rates in effect; `names` maps parameters to their names."""
+    print(f"model: {asdict(model.config)}")
+    print("parameters: " + ", ".join(f"{name} {count:,}" for name, count in model.num_scaling_params().items()))
+    print(f"FLOPs per token: {model.estimate_flops():e}")
+    for group in optimizer.param_groups:
+        first, *others = group["params"]
+        more = f" and {len(others)} more of its kind" if others else ""
+        print(f"learning rate: {group['lr']:.6f} {group['kind']} for {names[first]}{more}")
 
 
-@mistakes_as_sentences()
+@prepare.mistakes_as_sentences()
 def main():
     """The run from data to summary. Exits with a sentence, or FAIL in the log, where there can be no score."""
     start_time = time.perf_counter()
-    if sys.stdout is None:
-        raise prepare.UserError("stdout is closed: the score would be lost; redirect it to a file")
     sys.stdout.reconfigure(line_buffering=True)  # run.log is read while it grows
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_cuda = device.type == "cuda"
     if not on_cuda:
         use_toy_scale()
-    prepare.check_data()
-    tokenizer = prepare.Tokenizer.from_directory()
-    vocab_size = tokenizer.get_vocab_size()
-    print(f"vocabulary: {vocab_size:,} ids")
-    print(f"attention: {load_attention(device)}")
-    if on_cuda and torch.cuda.get_device_capability(device) == (9, 0):  # its tiles are made for Hopper
-        try:
-            load_fused_squared_relu(device)
-        except Exception as error:  # without it MLPs compute the same
-            print(f"not using the fused MLP: {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}")
-
+    tokenizer = prepare.check_data()
+    print(f"vocabulary: {tokenizer.get_vocab_size():,} ids")
+    grad_accum_steps = count_micro_steps()
+    load_kernels(device)
     torch.manual_seed(SEED)
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high")  # not before load_kernels, which compares in full precision
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_cuda)
     synchronize = torch.cuda.synchronize if on_cuda else lambda: None
-
-    config = build_model_config(DEPTH, vocab_size)
-    print(f"model: {asdict(config)}")
     # not by way of the meta device: that unties tied weights, and what init_weights does not know would stay unset
     with torch.device(device):
-        model = GPT(config)
+        model = GPT(build_model_config(DEPTH, tokenizer.get_vocab_size()))
     torch.manual_seed(SEED)  # again, so that the weights do not depend on what the modules drew
     model.init_weights()
-    counts, flops_per_token = model.num_scaling_params(), model.estimate_flops()
-    print("parameters: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
-    print(f"FLOPs per token: {flops_per_token:e}")
-
-    T, rows = prepare.MAX_SEQ_LEN, max(1, DEVICE_BATCH_SIZE)
-    grad_accum_steps = max(1, TOTAL_BATCH_SIZE // (rows * T))
-    if TOTAL_BATCH_SIZE != grad_accum_steps * DEVICE_BATCH_SIZE * T:
-        raise prepare.UserError(
-            f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} is not a multiple of DEVICE_BATCH_SIZE * MAX_SEQ_LEN ="
-            f" {DEVICE_BATCH_SIZE} * {T} = {DEVICE_BATCH_SIZE * T}; change one of the two in train.py, for example to"
-            f" DEVICE_BATCH_SIZE = {rows}, TOTAL_BATCH_SIZE = {grad_accum_steps * rows * T}")
     optimizer = model.setup_optimizer(UNEMBEDDING_LR, EMBEDDING_LR, MATRIX_LR, WEIGHT_DECAY, ADAM_BETAS, SCALAR_LR)
     names = {p: name for name, p in model.named_parameters()}
-    for group in optimizer.param_groups:
-        first, *others = group["params"]
-        print(f"learning rate: {group['lr']:.6f} {group['kind']} for {names[first]}"
-              + (f" and {len(others)} more of its kind" if others else ""))
+    print_settings(model, optimizer, names)
+    num_params, flops_per_token = model.num_scaling_params()["total"], model.estimate_flops()
     if on_cuda:
         torch._dynamo.config.recompile_limit = 64  # the optimizer compiles once a shape, and an edit may add shapes
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # their code is part of the key
         model = torch.compile(model, dynamic=False)
-    train_loader = prepare.make_dataloader(tokenizer, DEVICE_BATCH_SIZE, T, "train")
+    train_loader = prepare.make_dataloader(tokenizer, DEVICE_BATCH_SIZE, prepare.MAX_SEQ_LEN, "train")
     x, y, epoch = next(train_loader)
     print(f"time budget: {prepare.TIME_BUDGET} s, {grad_accum_steps} micro-batches a step")
-
-    peak_flops, is_terminal = get_peak_flops(device), sys.stdout.isatty()
+    peak_flops = prepare.get_peak_flops(device)
+    is_terminal = sys.stdout.isatty()
     step, smooth_loss, training_seconds, last_line = 0, 0.0, 0.0, -math.inf
-    while True:
+    while training_seconds < prepare.TIME_BUDGET:
         synchronize()
         step_start = time.perf_counter()
         losses = []
@@ -820,59 +750,49 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lrm
             if group["kind"] == "muon":
-                group["momentum"], group["weight_decay"] = get_muon_momentum(step), get_weight_decay(progress)
+                group["momentum"] = get_muon_momentum(step)
+                group["weight_decay"] = get_weight_decay(progress)
         optimizer.step()
         if step == 0 and (idle := [name for p, name in names.items() if p.requires_grad and p.grad is None]):
-            print(f"WARNING: no gradient reaches {', '.join(idle)}: they stay as they were initialized")
+            print(f"WARNING: no gradient reaches {', '.join(idle)}: without one a parameter never moves")
         model.zero_grad(set_to_none=True)
         losses = torch.stack(losses).tolist()
         synchronize()
         dt = time.perf_counter() - step_start
-        if step >= UNTIMED_STEPS:
+        if step >= prepare.UNTIMED_STEPS:
             training_seconds += dt
-
-        bad = [loss for loss in losses if not -math.inf < loss <= 100]  # nan is in no range
-        if bad:
+        if bad := [loss for loss in losses if not -math.inf < loss <= 100]:  # nan is in no range
             print(f"{chr(10) if is_terminal else ''}FAIL: step {step}, loss {bad[0]}")  # for those who read the log
             raise SystemExit(1)
         smooth_loss = 0.9 * smooth_loss + 0.1 * sum(losses) / len(losses)
-        finished = training_seconds >= prepare.TIME_BUDGET
-        if is_terminal or finished or time.perf_counter() - last_line >= 10:
+        remaining = max(0.0, prepare.TIME_BUDGET - training_seconds)
+        if is_terminal or remaining == 0 or time.perf_counter() - last_line >= 10:
             last_line = time.perf_counter()
             mfu = 100 * flops_per_token * TOTAL_BATCH_SIZE / dt / peak_flops
             line = (f"step {step:05d} ({100 * progress:.1f}%) | loss: {smooth_loss / (1 - 0.9 ** (step + 1)):.6f}"
                     f" | lrm: {lrm:.2f} | dt: {1000 * dt:.0f}ms | tok/sec: {TOTAL_BATCH_SIZE / dt:,.0f}"
-                    f" | mfu: {mfu:.1f}% | epoch: {epoch}"
-                    f" | remaining: {max(0, prepare.TIME_BUDGET - training_seconds):.0f}s")
-            if is_terminal:  # a line that wraps could not be rewritten
-                line = "\r\x1b[K" + line[:shutil.get_terminal_size().columns - 1]
-            print(line, end="" if is_terminal and not finished else "\n")
-            sys.stdout.flush()
-
-        if step == 0:  # a collection takes half a second, and nothing here makes garbage in cycles
+                    f" | mfu: {mfu:.1f}% | epoch: {epoch} | remaining: {remaining:.0f}s")
+            print(f"\r\x1b[K{line}" if is_terminal else line, end="" if is_terminal and remaining else "\n", flush=True)
+        if step % 5000 == 0:  # seldom: a collection takes half a second, and nothing here makes garbage in cycles
             gc.collect()
+        if step == 0:
             gc.freeze()
             gc.disable()
-        elif step % 5000 == 0:
-            gc.collect()
         step += 1
-        if finished:
-            break
 
     train_loader.close()
     with autocast:
         val_bpb = prepare.evaluate_bpb(model, tokenizer, DEVICE_BATCH_SIZE)
-    charged_flops = flops_per_token * TOTAL_BATCH_SIZE * (step - UNTIMED_STEPS)
-    peak_memory = torch.cuda.max_memory_allocated() if on_cuda else 0
+    charged_flops = flops_per_token * TOTAL_BATCH_SIZE * (step - prepare.UNTIMED_STEPS)
     print("---")
     print(f"val_bpb:          {val_bpb:.6f}")
     print(f"training_seconds: {training_seconds:.1f}")
     print(f"total_seconds:    {time.perf_counter() - start_time:.1f}")
-    print(f"peak_vram_mb:     {peak_memory / 2**20:.1f}")
+    print(f"peak_vram_mb:     {torch.cuda.max_memory_allocated() / 2**20:.1f}")
     print(f"mfu_percent:      {100 * charged_flops / training_seconds / peak_flops:.2f}")
     print(f"total_tokens_M:   {step * TOTAL_BATCH_SIZE / 1e6:.1f}")
     print(f"num_steps:        {step}")
-    print(f"num_params_M:     {counts['total'] / 1e6:.1f}")
+    print(f"num_params_M:     {num_params / 1e6:.1f}")
     print(f"depth:            {DEPTH}")
 
 

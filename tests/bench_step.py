@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import prepare  # noqa: E402
-from train import mistakes_as_sentences  # noqa: E402
 
 
 def load_module(path, name):
@@ -35,9 +34,14 @@ def load_module(path, name):
 
 def build_step(train, device):
     """A function that makes one optimizer step as `train.main()` does, and the tokens of a step."""
-    print(f"attention: {train.load_attention(device)}")
-    if hasattr(train, "load_fused_squared_relu") and torch.cuda.get_device_capability(device) == (9, 0):
-        train.load_fused_squared_relu(device)
+    torch.set_float32_matmul_precision("highest")
+    if hasattr(train, "load_kernels"):
+        train.load_kernels(device)
+    else:  # a version from before that function
+        print(f"attention: {train.load_attention(device)}")
+        if torch.cuda.get_device_capability(device) == (9, 0):
+            train.load_fused_squared_relu(device)
+    torch.set_float32_matmul_precision("high")  # not before: fast paths are compared in full precision
     with torch.device(device):
         model = train.GPT(train.build_model_config(train.DEPTH, prepare.VOCAB_SIZE))
     torch.manual_seed(train.SEED)
@@ -71,7 +75,7 @@ def seconds(step):
     return time.perf_counter() - start
 
 
-@mistakes_as_sentences()
+@prepare.mistakes_as_sentences()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
     parser.add_argument("versions", nargs="*", default=[str(ROOT / "train.py")], help="files (default %(default)s)")
@@ -83,7 +87,6 @@ def main():
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA GPU was found, and the step on a CPU is not what this measures")
     device = torch.device("cuda")
-    torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     versions = []

@@ -23,6 +23,7 @@ import torch
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS.parent))
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the real hub for a kernel
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each of many processes would compile PyTorch's modules
 
 from fake_hub import hub  # noqa: E402, F401
 
@@ -68,6 +69,7 @@ def save_state():
             vars(module).update(values)
         torch.set_float32_matmul_precision(precision)
         train.sdpa_settings.close()
+        train.proven.clear()
         gc.unfreeze()
         gc.enable()
 

@@ -3,6 +3,7 @@
 Kernels here are plain Python. Whatever goes wrong, prepare.py ends well, and says in one sentence what is not there.
 """
 
+import contextlib
 import errno
 import os
 import resource
@@ -10,7 +11,6 @@ import shutil
 import signal
 import socket
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,8 @@ from fake_hub import (
 
 import prepare
 import train
-from train import masked_attention
+
+masked_attention = train.attention.__wrapped__
 
 BUILD = f"build/{FITS}"
 NOT_FETCHED = "the attention kernel could not be fetched ("
@@ -346,11 +347,12 @@ BODIES = {
     "no launch": "raise RuntimeError('CUDA error: no kernel image is available')", "exit": "raise SystemExit(0)",
     "nan": "return y * torch.nan", "a pair": "return y, y.sum(-1)", "None": "return None",
     "heads first": "return y.transpose(1, 2)", "integers": "return y.int()",
-    "no window": "return train.masked_attention(q, k, v, q.size(1))",
-    "no gradient": "return y.detach()", "no gradient of v": "return train.masked_attention(q, k, v.detach(), window)",
-    "half a gradient": "return train.masked_attention(q, k / 2 + k.detach() / 2, v, window)",
-    "changes q": "q.data.mul_(2); return train.masked_attention(q, k, v, window)",
-    "changes v at last": "y = train.masked_attention(q, k, v.clone(), window); v.data.zero_(); return y",
+    "no window": "return train.attention.__wrapped__(q, k, v, q.size(1))",
+    "no gradient": "return y.detach()",
+    "no gradient of v": "return train.attention.__wrapped__(q, k, v.detach(), window)",
+    "half a gradient": "return train.attention.__wrapped__(q, k / 2 + k.detach() / 2, v, window)",
+    "changes q": "q.data.mul_(2); return train.attention.__wrapped__(q, k, v, window)",
+    "changes v at last": "y = train.attention.__wrapped__(q, k, v.clone(), window); v.data.zero_(); return y",
 }
 KERNEL = """
 import torch
@@ -360,34 +362,32 @@ class flash_attn_interface:
     @staticmethod
     def flash_attn_func(q, k, v, causal, window_size):
         assert causal is True and window_size[1] == 0
-        window, y = window_size[0], train.masked_attention(q, k, v, window_size[0])
+        window, y = window_size[0], train.attention.__wrapped__(q, k, v, window_size[0])
         {}
 """
 RIGHT = KERNEL.format("return y")
 BAD = MODULES | {name: KERNEL.format(body) for name, body in BODIES.items()}
-HUB_KERNEL = prepare.KERNEL[0]
+NAME = "flash-attn3"
 
 
 @pytest.fixture
 def choose(monkeypatch, capsys):
-    """A function that lets train.py choose for a GPU, which is this CPU, and returns what it printed.
+    """A function that lets train.py choose for a GPU, which is this CPU, and returns what it printed about attention.
 
     PyTorch's own kernels are replaced by the definition, since FlexAttention has no gradients on a CPU.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(train, "torch_attention", masked_attention)
+    monkeypatch.setattr(train, "HEAD_DIM", 16)
+    monkeypatch.setattr(prepare, "VOCAB_SIZE", 64)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    check_attention = train.check_attention
-    monkeypatch.setattr(train, "check_attention", lambda candidate, device: check_attention(candidate, CPU))
 
     def choose():
-        train.load_kernels(types.SimpleNamespace(type="cuda"))
-        return capsys.readouterr().out.splitlines()
+        train.load_kernels(torch.device("cpu"))
+        return [line for line in capsys.readouterr().out.splitlines()
+                if line.startswith(("attention:", "not using")) and "the fused" not in line]
     return choose
-
-
-CPU = torch.device("cpu")
 
 
 def assert_right():
@@ -398,17 +398,16 @@ def assert_right():
 
 def test_a_kernel_that_is_right_is_used_whatever_it_prints(choose):
     write_kernel(kernel_dir(), kernel_files(KERNEL.format("print('x' * 1_000_000); return y")))
-    lines = choose()
-    assert f"attention: {HUB_KERNEL}" in lines and not [line for line in lines if line.startswith("not using")]
-    assert train.attention is not masked_attention
-    assert_right()
+    assert choose() == [f"attention: {NAME}"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_right()
 
 
 @pytest.mark.parametrize("init", BAD.values(), ids=BAD)
 def test_a_kernel_that_fails_makes_way_for_pytorchs_own(choose, init):
     write_kernel(kernel_dir(), kernel_files(init))
-    (refused, chosen) = [line for line in choose() if line.startswith(("not using", "attention:"))]
-    assert refused.startswith(f"not using {HUB_KERNEL}: ") and HUB_KERNEL not in chosen
+    refused, chosen = choose()
+    assert refused.startswith(f"not using {NAME}: ") and chosen == "attention: FlexAttention and SDPA"
     assert_right()
 
 
@@ -416,8 +415,8 @@ def test_a_kernel_that_fails_makes_way_for_pytorchs_own(choose, init):
 def test_without_a_whole_kernel_pytorchs_own_are_used(choose, damage):
     if damage:
         damaged(*damage)()
-    (refused, chosen) = [line for line in choose() if line.startswith(("not using", "attention:"))]
-    assert refused.startswith(f"not using {HUB_KERNEL}: ") and HUB_KERNEL not in chosen
+    refused, chosen = choose()
+    assert refused.startswith(f"not using {NAME}: ") and chosen == "attention: FlexAttention and SDPA"
     assert damage or refused.endswith("run `uv run prepare.py`")
     assert_right()
 
@@ -425,18 +424,29 @@ def test_without_a_whole_kernel_pytorchs_own_are_used(choose, damage):
 def test_without_the_kernels_package_pytorchs_own_are_used(choose, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "kernels"] + ["kernels"]:
         monkeypatch.setitem(sys.modules, name, None)
-    assert choose()[0].startswith(f"not using {HUB_KERNEL}: ")
+    assert choose()[0].startswith(f"not using {NAME}: ")
     assert_right()
 
 
 def test_if_nothing_fast_is_right_the_definition_stays(choose, monkeypatch):
     monkeypatch.setattr(train, "torch_attention", lambda q, k, v, window: masked_attention(q, k, v, q.size(1)))
-    assert len([line for line in choose() if line.startswith("not using")]) >= 2
-    assert train.attention is masked_attention
+    assert len(choose()) == 3 and ("attention", 4) not in train.proven
 
 
-def test_a_cpu_gets_the_definition_and_loads_nothing(monkeypatch):
+def test_a_cpu_gets_the_definitions_and_loads_nothing(capsys, monkeypatch):
     monkeypatch.setattr(prepare, "load_kernel", lambda: pytest.fail("not on a CPU"))
-    train.attention = None
-    train.load_kernels(CPU)
-    assert train.attention is masked_attention
+    train.proven["attention", 4] = lambda *args: None
+    train.load_kernels(torch.device("cpu"))
+    assert capsys.readouterr().out == "attention: masked SDPA\nfast paths: none\n" and not train.proven
+
+
+@pytest.mark.parametrize("capability, first", [((8, 0), False), ((9, 0), True), ((10, 0), True)])
+def test_from_hopper_on_sdpa_tries_cudnn_first(monkeypatch, capability, first):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(train, "sdpa_kernel", lambda order, set_priority: (chosen.append((order, set_priority)),
+                                                                           contextlib.nullcontext())[1])
+    train.load_torch_attention(torch.device("cpu"))
+    assert [(str(order[0]), set_priority) for order, set_priority in chosen] == (
+        [("SDPBackend.CUDNN_ATTENTION", True)] if first else [])
+    assert ("CUDNN" in torch.compiler.config.cache_key_tag) == first  # PyTorch's own key leaves the order out

@@ -382,7 +382,7 @@ def test_compiled_steps_are_the_eager_ones_and_a_new_learning_rate_compiles_noth
                   for (kind, _), ps in zip(shapes, params, strict=True)]
         return MuonAdamW(groups), params
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     (eager, eager_params), (compiled, compiled_params) = build("cpu"), build("cuda")
     for step in range(4):
         for optimizer in (eager, compiled):
@@ -395,7 +395,7 @@ def test_compiled_steps_are_the_eager_ones_and_a_new_learning_rate_compiles_noth
                 p.grad = torch.randn_like(p)
                 q.grad = p.grad.cuda()
         eager.step()
-        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
             compiled.step()
     for (kind, shape), start, on_cpu, on_cuda in zip(shapes, starts, eager_params, compiled_params, strict=True):
         for x, p, q in zip(start, on_cpu, on_cuda, strict=True):

@@ -137,7 +137,7 @@ def test_the_temporary_file_of_a_killed_run_is_swept_but_not_that_of_a_living_on
     assert_ready(home, hub)
 
 
-@pytest.mark.parametrize("count, killed", [(2, 0), (8, 2)])
+@pytest.mark.parametrize("count, killed", [(2, 0), (5, 2)])
 def test_processes_preparing_at_once_get_ready_though_others_are_killed(begin, home, hub, count, killed):
     scripts = [begin() for _ in range(count)]
     wait_until(lambda: len(hub.requests) > 5)

@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import NARROW, save_state, set_constants
+from conftest import NARROW, point_prepare_at, save_state, set_constants
 
 import prepare
 import train
@@ -116,8 +117,8 @@ def test_weight_decay_scales_with_its_constant(monkeypatch):
 ])
 def test_peak_flops_are_those_of_the_device_or_unknown(monkeypatch, name, expected):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
-    assert train.get_peak_flops(torch.device("cuda")) == pytest.approx(expected, nan_ok=True)
-    assert math.isnan(train.get_peak_flops(torch.device("cpu")))
+    assert prepare.get_peak_flops(torch.device("cuda")) == pytest.approx(expected, nan_ok=True)
+    assert math.isnan(prepare.get_peak_flops(torch.device("cpu")))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def test_peak_flops_are_those_of_the_device_or_unknown(monkeypatch, name, expect
 def test_importing_train_only_sets_environment_defaults(tmp_path):
     script = textwrap.dedent("""
         import importlib, os, signal, socket, sys
-        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "HF_HUB_DISABLE_PROGRESS_BARS")
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "HF_HUB_OFFLINE")
         seen = []
 
         class Probe:  # what the environment holds when a library is looked for
@@ -151,10 +152,10 @@ def test_importing_train_only_sets_environment_defaults(tmp_path):
         torch.cuda.init = torch.cuda.is_available = torch.cuda.device_count = torch.cuda.get_device_capability = refuse
         for name in names:
             del os.environ[name]
-        os.environ["PYTORCH_ALLOC_CONF"], os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "backend:native", "0"
+        os.environ["PYTORCH_ALLOC_CONF"], os.environ["HF_HUB_OFFLINE"] = "backend:native", "0"
         importlib.reload(train)
         assert not torch.cuda.is_initialized()
-        assert [os.environ.get(key) for key in names] == ["backend:native", None, "0"]
+        assert [os.environ.get(key) for key in names] == ["backend:native", None, "1"]
     """)
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTORCH_", "HF_"))}
     run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env | {"PYTHONPATH": str(ROOT)},
@@ -506,14 +507,14 @@ def test_memory_that_runs_out_is_a_sentence_that_names_the_constant(toy, capsys,
 
 
 def test_parameters_that_no_gradient_reaches_are_named_once(toy, capsys, monkeypatch):
-    def idle_and_ignored(model):
+    def idle(model):
         model.transformer.h[0].spare = torch.nn.Linear(8, 8, bias=False)
-        model.transformer.h[1].attn.c_q.bias = torch.nn.Parameter(torch.zeros(model.config.n_embd))  # not read
+        model.transformer.h[1].attn.scale = torch.nn.Parameter(torch.ones(model.config.n_embd))  # not read
 
-    edit_model(idle_and_ignored)(monkeypatch)
+    edit_model(idle)(monkeypatch)
     train.main()
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
-    assert len(warnings) == 1 and "transformer.h.0.spare.weight, transformer.h.1.attn.c_q.bias:" in warnings[0]
+    assert len(warnings) == 1 and "transformer.h.0.spare.weight, transformer.h.1.attn.scale:" in warnings[0]
 
 
 def test_a_clock_that_is_set_back_changes_nothing(toy, capsys, monkeypatch):
@@ -521,7 +522,7 @@ def test_a_clock_that_is_set_back_changes_nothing(toy, capsys, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: float(next(now)))
     train.main()
     summary = SUMMARY.search(capsys.readouterr().out)
-    assert int(summary["num_steps"]) == 2 and 0 < float(summary["training_seconds"]) <= float(summary["total_seconds"])
+    assert int(summary["num_steps"]) == 2 and 0 <= float(summary["training_seconds"]) <= float(summary["total_seconds"])
 
 
 def test_an_error_in_the_model_is_no_users_mistake_and_keeps_its_traceback(toy, monkeypatch):
@@ -534,10 +535,30 @@ def test_an_error_in_the_model_is_no_users_mistake_and_keeps_its_traceback(toy, 
 
 
 def test_a_model_that_looks_ahead_is_refused_in_a_sentence(toy, capsys, monkeypatch):
-    monkeypatch.setattr(train, "masked_attention", lambda q, k, v, window: v.mean(1, keepdim=True).expand_as(q))
+    monkeypatch.setattr(train, "attention", lambda q, k, v, window: v.mean(1, keepdim=True).expand_as(q))
     with pytest.raises(SystemExit) as error:
         train.main()
     assert "causal" in sentence(error) and "val_bpb:" not in capsys.readouterr().out
+
+
+def test_a_run_needs_no_network(toy, capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a run opens no connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    train.main()
+    assert SUMMARY.search(capsys.readouterr().out)
+
+
+def test_without_a_c_compiler_a_gpu_run_ends_in_a_sentence(tiny, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="C compiler.*gcc.*CC"):
+        prepare.check_data()
+    monkeypatch.setenv("CC", "my-compiler")
+    assert prepare.check_data().get_vocab_size() == 8192
 
 
 def test_without_data_the_sentence_ends_in_the_command(monkeypatch, tmp_path):
@@ -558,6 +579,32 @@ def test_a_gpu_machine_that_lost_its_gpu_does_not_slide_into_the_toy(monkeypatch
     assert ("--toy" in sentence(error)) == runs
     assert ("CUDA_VISIBLE_DEVICES" in sentence(error)) == (not runs)
     assert (train.DEPTH == 2) == runs
+
+
+def refuse(message):
+    def init():
+        raise RuntimeError(message)
+    return init
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("cuda, init, reason", [
+    (None, refuse("Torch not compiled with CUDA enabled"), "built without CUDA"),
+    ("13.0", refuse("The NVIDIA driver on your system is too old (found version 12080).\nPlease update"),
+     r"driver.* too old.*580.*torch==2\.9\.1"),
+    ("13.0", refuse("Found no NVIDIA driver on your system. Please check"), "CUDA GPU.*Found no NVIDIA driver"),
+    ("13.0", refuse("No CUDA GPUs are available"), "CUDA GPU.*No CUDA GPUs are available"),
+])
+def test_where_cuda_is_missing_the_reason_is_told(monkeypatch, capsys, tiny_cache, prepared, cuda, init, reason):
+    if prepared:
+        point_prepare_at(tiny_cache)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(SystemExit) as error:
+        train.main()  # there is no toy data either
+    told = sentence(error) if prepared else capsys.readouterr().out
+    assert re.search(reason, told) and ("TOY SCALE" in told) != prepared
 
 
 # ----------------------------------------------------------------------------------------------------------------------
