@@ -105,6 +105,7 @@ def test_only_right_attention_is_used(monkeypatch, capsys, candidate):
     log = capsys.readouterr().out
     right = candidate is DEFINITION
     assert ("not using flash-attn3: " in log) != right
+    assert ("it gives no result in bf16" in log) == (candidate is declines)
     assert f"attention: {'flash-attn3' if right else 'FlexAttention and SDPA'}\n" in log
     assert train.proven["attention", 4] is DEFINITION
 
