@@ -35,8 +35,56 @@ torch.compiler.set_stance("force_eager")
 torch.set_num_threads(1)  # the tensors are small, and threads that wait for a busy core would spin
 
 
+# `pytest` without arguments runs these, about half of the time, in a second process and shows their results as its own
+BESIDE = ["test_analysis.py", "test_kernels.py", "test_night.py", "test_process.py"]
+
+
+class ReportWriter:
+    """In the second process: writes the result of each phase of each test as a line of JSON."""
+
+    def __init__(self, config):
+        self.config, self.file = config, config.option.results
+
+    def pytest_runtest_logreport(self, report):
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        with open(self.file, "a") as file:
+            file.write(json.dumps(data) + "\n")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--results", type=Path, help="where the second process writes its results")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU, and compiles for it")
+    if config.option.results:
+        config.pluginmanager.register(ReportWriter(config))
+
+
+def pytest_ignore_collect(collection_path, config):
+    return True if collection_path.name in BESIDE and not config.invocation_params.args else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session):
+    if session.config.invocation_params.args or session.testsfailed:  # there are errors in the files themselves
+        return (yield)
+    hook = session.config.hook
+    with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "log"), "w+b") as log:
+        results = Path(folder, "results")
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--results", results,
+                   *(TESTS / name for name in BESIDE)]
+        with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as second:
+            result = yield
+        lines = results.read_text().splitlines() if results.exists() else []
+        reports = [hook.pytest_report_from_serializable(config=session.config, data=json.loads(line)) for line in lines]
+        session.testscollected += sum(report.when == "setup" for report in reports)
+        for report in reports:
+            hook.pytest_runtest_logreport(report=report)
+        if second.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            log.seek(0)
+            pytest.exit(f"the second process ended with {second.returncode}:\n{log.read().decode()}", returncode=1)
+    return result
 
 
 def pytest_collection_modifyitems(items):
@@ -211,7 +259,8 @@ def launcher(tmp_path_factory):
         server.bind(address)
         server.listen(64)
         command = [sys.executable, str(TESTS / "launcher.py"), "serve", str(server.fileno())]
-        process = subprocess.Popen(command, cwd=home, env=env, pass_fds=[server.fileno()])
+        process = subprocess.Popen(command, cwd=home, env=env, pass_fds=[server.fileno()],
+                                   start_new_session=True)  # Ctrl-C is for the tests, which then end what it started
         yield address
         process.kill()
         process.wait()

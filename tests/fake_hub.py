@@ -47,8 +47,8 @@ OTHERS = [f"torch-stable-abi99-{BACKEND}-{platform.machine()}-linux", f"torch-st
 LIBRARY = b"\x7fELF" + struct.pack("<36xQ10xHH2x", 100_000, 64, 2) + bytes(100_064)  # whole: a table ends it
 
 
-def kernel_files(init="", variant=FITS, archs=("9.0",), digest=True, **metadata):
-    """One build as the repository holds it: path to bytes. `metadata` may use _ for the - in a key."""
+def kernel_files(init="# init", variant=FITS, archs=("9.0",), digest=True, **metadata):
+    """One build as the repository holds it: path to bytes, none empty. `metadata` may use _ for the - in a key."""
     files = {"__init__.py": init.encode(), "_ops.abi3.so": LIBRARY, "layers/__init__.py": b"# layers"}
     metadata = {name.replace("_", "-"): value for name, value in metadata.items()}
     metadata = {"name": "flash-attn3", "id": f"_kernel_{hashlib.sha1(init.encode()).hexdigest()}", "version": 1,
