@@ -4,7 +4,7 @@ Train a GPT for TIME_BUDGET seconds on one GPU and print its bits per byte: the 
     uv run train.py                  after `uv run prepare.py`; without a CUDA GPU, after `uv run prepare.py --toy`
     uv run train.py > run.log 2>&1   the same for an agent: a line about every ten seconds instead of every step
 
-Prints progress, then nine `key: value` lines that begin with val_bpb. Exit code 0 only with a finite val_bpb. Opens no
+Prints progress, then nine `key: value` lines, val_bpb first. Exit code 0 only with a finite val_bpb. Opens no
 connection, and writes nothing to disk but compile caches: the weights are not kept.
 """
 
@@ -60,17 +60,17 @@ SEED = 42
 # ----------------------------------------------------------------------------------------------------------------------
 
 # Edit the definitions, not the fast paths. At each start `load_kernels` drops every fast path that disagrees with its
-# definition, and the log says so. It cannot see a change of rounding alone, or one that acts only later in the run.
-proven = {}  # (name of a definition, number of its arguments): the fast path that agrees with it
+# definition, and the log says so. It cannot see a change within the rounding of bf16, or one that acts only later.
+fast_paths = {}  # (definition, number of its arguments): the fast path that agrees with it
 squared_relu_kernel = None  # the operator that load_fused_mlp makes
 sdpa_settings = contextlib.ExitStack()  # entered once a process: in the model they would defeat the compile cache
 
 
 def has_fast_path(definition):
-    """Decorator: a call by position runs the proven fast path; if there is none or it returns None, the definition."""
+    """Decorator: a call by position runs the fast path; where there is none, or it gives None, the definition runs."""
     @functools.wraps(definition)
     def run(*args, **kwargs):
-        fast_path = proven.get((definition.__name__, len(args)))
+        fast_path = fast_paths.get((definition, len(args)))
         result = None if fast_path is None or kwargs else fast_path(*args)
         return definition(*args, **kwargs) if result is None else result
     return run
@@ -84,7 +84,7 @@ def is_plain(linear):
 
 
 def as_bf16(*tensors):
-    """The tensors in bf16, where they are bf16 or autocast makes them so for matrix products; else None."""
+    """The tensors cast to bf16 if autocast is on for bf16; unchanged if all of them are bf16; else None."""
     device_type = tensors[0].device.type
     if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.bfloat16:
         return [x.to(torch.bfloat16) for x in tensors]
@@ -111,13 +111,13 @@ def load_flash_attention(device):
 
 
 def window_block_mask(window, T, device):
-    """FlexAttention's mask for a causal window, in closed form: the function of torch 2.9 breaks a model's graph."""
+    """FlexAttention's mask for a causal window, in closed form: torch 2.9's own function breaks the graph."""
     block = 128  # places, of queries and of keys
     index = torch.arange(-(-T // block), device=device)
-    distance = block * (index[:, None] - index)  # from keys to queries that stand alike in their blocks
+    distance = block * (index[:, None] - index)  # from the start of a block of keys to that of one of queries
     whole = (distance >= block - 1) & (distance <= window - (block - 1))
     part = (distance > -block) & (distance <= window + (block - 1)) & ~whole
-    lists = []  # for `part` and `whole`: how many blocks of keys a block of queries has, and which, those first
+    lists = []  # for `part`, then `whole`: per block of queries the number of blocks of keys, and their indices first
     for seen in (part, whole):
         lists += [seen.sum(-1).int()[None, None], seen.int().argsort(descending=True, stable=True).int()[None, None]]
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, seq_lengths=(T, T),
@@ -163,7 +163,7 @@ def rotary_norm(x, cos, sin):
 
 
 class RotaryNorm(torch.autograd.Function):
-    """rotary_norm in one kernel each way. Saves its output, which attention saves too, and a mean square a head."""
+    """rotary_norm in one kernel each way. Saves its output, which attention saves too, and a mean square per head."""
     @staticmethod
     def forward(ctx, x, cos, sin):
         x1, x2 = x.float().chunk(2, dim=-1)
@@ -227,9 +227,8 @@ def load_fused_mlp(device):
         # not from_tensor: it refuses odd strides of a dimension of size 1, which nobody walks
         operands = (a, BM, BK), (b, BN, BK), (out if h is None else h, BM, BN), (out, BM, BN)
         tiles = [TensorDescriptor(x.contiguous(), x.shape, (x.size(1), 1), block) for x, *block in operands]
-        programs = torch.cuda.get_device_properties(a.device).multi_processor_count
-        shape = (*out.shape, a.size(1))
-        kernel[(programs,)](*tiles, *shape, h is not None, BM, BN, BK, num_warps=8, num_stages=num_stages)
+        grid = (torch.cuda.get_device_properties(a.device).multi_processor_count,)
+        kernel[grid](*tiles, *out.shape, a.size(1), h is not None, BM, BN, BK, num_warps=8, num_stages=num_stages)
         return out
     squared_relu.register_fake(lambda a, b, h=None: a.new_empty(a.size(0), b.size(0)))
     squared_relu_kernel = squared_relu
@@ -272,7 +271,7 @@ def softcapped_cross_entropy(x, lm_head, cap, targets, reduction):
 
 
 class SoftcappedLoss(torch.autograd.Function):
-    """Losses (N,) of x (N, C) with a bare weight, and in the same pass their gradient, while the logits are there.
+    """Losses (N,) of x (N, C) with a bare weight. The forward pass also makes the gradient, so no logits are saved.
 
     As in Liger Kernel (https://arxiv.org/abs/2410.10989). cap tanh(z / cap) is 2 cap s - cap, s = sigmoid(2 z / cap).
     """
@@ -306,15 +305,16 @@ def fused_cross_entropy(x, lm_head, cap, targets, reduction):
 def load_kernels(device):
     """Compare the fast paths with their definitions on `device`, keep those that agree, and print their names."""
     # random arguments, large so that most edits show; what a fast path holds constant requires no gradient
+    T = prepare.MAX_SEQ_LEN
     randn = functools.partial(torch.randn, device=device, requires_grad=True)
     linear = functools.partial(nn.Linear, bias=False, device=device)
-    q, k, v = 4 * randn(1, 400, 4, HEAD_DIM), randn(1, 400, 2, HEAD_DIM), randn(1, 400, 2, HEAD_DIM)  # peaked softmax
-    heads, x = randn(2, 33, 3, HEAD_DIM), randn(2, 43, 72)
-    cos, sin = torch.randn(2, 1, 33, 1, HEAD_DIM // 2, device=device)  # not even on the unit circle
+    q, k, v = 4 * randn(1, T, 4, HEAD_DIM), randn(1, T, 2, HEAD_DIM), randn(1, T, 2, HEAD_DIM)  # peaked softmax
+    heads, x = randn(2, T, 3, HEAD_DIM), randn(2, T - 5, 72)  # the last fills no whole tiles
+    cos, sin = torch.randn(2, 1, T, 1, HEAD_DIM // 2, device=device)  # not even on the unit circle
     c_fc, negative, c_proj, lm_head = linear(72, 200), linear(72, 200), linear(200, 72), linear(72, prepare.VOCAB_SIZE)
     negative.weight.data.abs_().neg_()
-    targets = torch.arange(0, prepare.VOCAB_SIZE, 4, device=device)[None]  # BOS among them
-    windows = [(q, k, v, 400), (q, k, v, 290)]  # the second has whole blocks
+    targets = torch.arange(prepare.VOCAB_SIZE, device=device)[None]
+    windows = [(q, k, v, T), (q, k, v, T // 2)]
     scales = [(heads, cos, sin), (heads / 1000, cos, sin)]  # eps matters in the second
     signs = [(x, c_fc, c_proj), (25 * x, c_fc, c_proj), (x.abs(), negative, c_proj)]  # none positive in the last
     caps = [(25 * randn(*targets.shape, 72), lm_head, cap, targets, how) for cap, how in ((15, "mean"), (4, "none"))]
@@ -323,7 +323,7 @@ def load_kernels(device):
                   ("the fused rotary norm", rotary_norm, lambda _: fused_rotary_norm, scales),
                   ("the fused MLP", squared_relu_mlp, load_fused_mlp, signs),
                   ("the fused loss", softcapped_cross_entropy, lambda _: fused_cross_entropy, caps)]
-    proven.clear()
+    fast_paths.clear()
     names = {}
     for name, definition, load, examples in candidates if torch.cuda.is_available() else []:
         if definition not in names:
@@ -334,7 +334,7 @@ def load_kernels(device):
             except BaseException as error:  # a kernel can fail in any way, even by SystemExit; then the definition runs
                 print(f"not using {name}: {prepare.first_line(error)}")
             else:
-                proven[definition.__name__, len(args)] = fast_path
+                fast_paths[definition.__wrapped__, len(examples[0])] = fast_path
                 names[definition] = name
     print(f"attention: {names.pop(attention, 'masked SDPA')}")
     print(f"fast paths: {', '.join(name.removeprefix('the fused ') for name in names.values()) or 'none'}")
@@ -417,8 +417,8 @@ class GPT(nn.Module):
         super().__init__()
         if (min(config.n_layer, config.n_head, config.n_kv_head) < 1 or config.n_embd % (2 * config.n_head)
                 or config.n_head % config.n_kv_head):
-            raise prepare.UserError(f"n_embd = {config.n_embd} must be n_head = {config.n_head} heads of even width and"
-                                    f" n_kv_head = {config.n_kv_head} divide n_head; change DEPTH or HEAD_DIM")
+            raise prepare.UserError(f"n_head must split n_embd into heads of even width, n_kv_head must divide n_head,"
+                                    f" none may be 0, in {config}; change DEPTH or HEAD_DIM")
         self.config = config
         self.window_sizes = self._compute_window_sizes(config)
         blocks = nn.ModuleList([Block(config, i) for i in range(config.n_layer)])
@@ -434,7 +434,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def _compute_window_sizes(config):
-        """A pair (w, 0) a layer, in FlashAttention's convention: w tokens before the query and 0 after it."""
+        """A pair (w, 0) per layer, in FlashAttention's convention: w tokens before the query and 0 after it."""
         pattern = config.window_pattern.upper()
         if not pattern or set(pattern) - set("SL"):
             raise prepare.UserError(f"the window pattern is {config.window_pattern!r}, but may hold only the letters S"
@@ -480,7 +480,7 @@ class GPT(nn.Module):
         return counts | {"total": sum(p.numel() for p in self.parameters())}
 
     def estimate_flops(self):
-        """FLOPs per token, forward and backward: 6 a matmul parameter, and attention over the keys in its window."""
+        """FLOPs per token, forward and backward: 6 per matmul parameter, and attention over each layer's window."""
         counts, config = self.num_scaling_params(), self.config
         keys = sum(min(window, config.sequence_len) for window, _ in self.window_sizes)
         return 6 * (counts["lm_head"] + counts["transformer_matrices"]) + 12 * config.n_embd * keys
@@ -529,7 +529,7 @@ class GPT(nn.Module):
 # Optimizer: Muon for the matrices inside the blocks, AdamW for the rest
 # ----------------------------------------------------------------------------------------------------------------------
 
-# One (a, b, c) an iteration, for 5 of them, safety 2e-2, cushion 2. Polar Express, https://arxiv.org/abs/2505.16932
+# (a, b, c) for each of 5 iterations, safety 2e-2, cushion 2: Polar Express, https://arxiv.org/abs/2505.16932
 polar_express_coeffs = [
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -590,7 +590,7 @@ def scalar_tensors(device, *values):
 class MuonAdamW(torch.optim.Optimizer):
     """One optimizer for all parameters. A group's `kind` is "adamw" (betas, eps) or "muon" (momentum, ns_steps, beta2).
 
-    Leaves parameters without a gradient as they are. On CUDA the steps are compiled once a shape; what a schedule
+    Leaves parameters without a gradient as they are. On CUDA the steps are compiled once per shape; what a schedule
     changes reaches them as 0-D tensors on the device, since arithmetic on CPU scalars would need a C++ compiler.
     """
     def __init__(self, param_groups):
@@ -651,7 +651,7 @@ def build_model_config(depth, vocab_size):
 
 
 def count_micro_steps():
-    """Micro-batches a step. Raises ValueError with a valid choice if TOTAL_BATCH_SIZE does not hold a whole number."""
+    """Micro-batches per step. Raises ValueError, with a valid choice, if they do not fill TOTAL_BATCH_SIZE exactly."""
     T, rows = prepare.MAX_SEQ_LEN, max(1, DEVICE_BATCH_SIZE)
     micro_steps = max(1, TOTAL_BATCH_SIZE // (rows * T))
     if TOTAL_BATCH_SIZE != micro_steps * DEVICE_BATCH_SIZE * T:
@@ -681,7 +681,7 @@ def get_weight_decay(progress):
 
 
 def use_toy_scale():
-    """Shrink everything to what a CPU trains in a minute."""
+    """Say so, and shrink everything to what a CPU trains in a minute. Raises ValueError if a GPU was lost."""
     global DEPTH, TOTAL_BATCH_SIZE, DEVICE_BATCH_SIZE
     print(f"TOY SCALE: {prepare.explain_missing_gpu()}. This shows the loop at work; its numbers compare with nothing.")
     prepare.use_toy_scale()
@@ -726,12 +726,12 @@ def main():
     print_settings(model, optimizer, names)
     num_params, flops_per_token = model.num_scaling_params()["total"], model.estimate_flops()
     if on_cuda:
-        torch._dynamo.config.recompile_limit = 64  # the optimizer compiles once a shape, and an edit may add shapes
+        torch._dynamo.config.recompile_limit = 64  # the optimizer compiles once per shape, and an edit may add some
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # their code is part of the key
         model = torch.compile(model, dynamic=False)
     train_loader = prepare.make_dataloader(tokenizer, DEVICE_BATCH_SIZE, prepare.MAX_SEQ_LEN, "train")
     x, y, epoch = next(train_loader)
-    print(f"time budget: {prepare.TIME_BUDGET} s, {grad_accum_steps} micro-batches a step")
+    print(f"time budget: {prepare.TIME_BUDGET} s, {grad_accum_steps} micro-batches per step")
     peak_flops = prepare.get_peak_flops(device)
     is_terminal = sys.stdout.isatty()
     step, smooth_loss, training_seconds, last_line = 0, 0.0, 0.0, -math.inf
@@ -773,7 +773,7 @@ def main():
                     f" | lrm: {lrm:.2f} | dt: {1000 * dt:.0f}ms | tok/sec: {TOTAL_BATCH_SIZE / dt:,.0f}"
                     f" | mfu: {mfu:.1f}% | epoch: {epoch} | remaining: {remaining:.0f}s")
             print(f"\r\x1b[K{line}" if is_terminal else line, end="" if is_terminal and remaining else "\n", flush=True)
-        if step % 5000 == 0:  # seldom: a collection takes half a second, and nothing here makes garbage in cycles
+        if step % 5000 == 0:  # seldom: it takes half a second, and only an edit can make garbage in cycles
             gc.collect()
         if step == 0:
             gc.freeze()

@@ -117,7 +117,7 @@ def save_state():
             vars(module).update(values)
         torch.set_float32_matmul_precision(precision)
         train.sdpa_settings.close()
-        train.proven.clear()
+        train.fast_paths.clear()
         gc.unfreeze()
         gc.enable()
 

@@ -60,6 +60,10 @@ def one_key_less(q, k, v, window):
     return DEFINITION(q, k, v, window - 1)
 
 
+def no_farther_than_420(q, k, v, window):
+    return DEFINITION(q, k, v, min(window, 420))
+
+
 def not_causal(q, k, v, window):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
@@ -91,13 +95,15 @@ def declines(q, k, v, window):
     return None
 
 
-CANDIDATES = [no_window, one_key_less, not_causal, other_scale, other_heads, half_a_gradient, nan, spoils_v, declines]
+CANDIDATES = [no_window, one_key_less, no_farther_than_420, not_causal, other_scale, other_heads, half_a_gradient, nan,
+              spoils_v, declines]
 
 
 @pytest.mark.parametrize("candidate", [DEFINITION, *CANDIDATES])
 def test_only_right_attention_is_used(monkeypatch, capsys, candidate):
     monkeypatch.setattr(train, "HEAD_DIM", 16)
     monkeypatch.setattr(prepare, "VOCAB_SIZE", 64)
+    monkeypatch.setattr(prepare, "MAX_SEQ_LEN", 500)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(train, "load_flash_attention", lambda device: candidate)
     monkeypatch.setattr(train, "load_torch_attention", lambda device: DEFINITION)
@@ -107,7 +113,7 @@ def test_only_right_attention_is_used(monkeypatch, capsys, candidate):
     assert ("not using flash-attn3: " in log) != right
     assert ("it gives no result in bf16" in log) == (candidate is declines)
     assert f"attention: {'flash-attn3' if right else 'FlexAttention and SDPA'}\n" in log
-    assert train.proven["attention", 4] is DEFINITION
+    assert train.fast_paths[DEFINITION, 4] is DEFINITION
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
@@ -120,7 +126,7 @@ def test_float32_without_autocast_and_other_dtypes_run_the_definition(monkeypatc
 
     interface = type("interface", (), {"flash_attn_func": staticmethod(kernel)})
     monkeypatch.setattr(prepare, "load_kernel", lambda: type("kernel", (), {"flash_attn_interface": interface}))
-    monkeypatch.setitem(train.proven, ("attention", 4), train.load_flash_attention(torch.device("cpu")))
+    monkeypatch.setitem(train.fast_paths, (DEFINITION, 4), train.load_flash_attention(torch.device("cpu")))
     qkv = random_qkv(9, *heads)
     expected = DEFINITION(*qkv, 5)
     torch.testing.assert_close(train.attention(*qkv, 5), expected)

@@ -178,8 +178,12 @@ EDITS = {
                                          [ATTENTION]),
     "a cap on the scores of attention": ([(ATTENTION_LINE, ATTENTION_CAPPED)], [ATTENTION]),
     "no loss on BOS": ([(LOSS_LINE, LOSS_LINE.replace("targets", "targets.where(targets != 1020, -1)", 1))], [LOSS]),
+    "no loss on one more id": ([(LOSS_LINE, LOSS_LINE.replace("targets", "targets.where(targets != 101, -1)", 1))],
+                               [LOSS]),
     "ReLU6": ([(MLP_LINE, MLP_LINE.replace("F.relu(", "F.relu6("))], [MLP]),
+    "weights normed in place": ([(MLP_LINE, "    c_fc.weight.data = F.normalize(c_fc.weight)\n" + MLP_LINE)], [MLP]),
     "a narrower window": ([("& (distance <= window)", "& (distance <= window // 2)")], [ATTENTION]),
+    "a window of at most 60": ([("& (distance <= window)", "& (distance <= min(window, 60))")], [ATTENTION]),
 }
 
 

@@ -60,7 +60,7 @@ def sentences(output):
 
 
 def assert_reason(sentence, reason):
-    assert sentence.startswith(NOT_FETCHED) and sentence.endswith("): PyTorch's own kernels serve"), sentence
+    assert sentence.startswith(NOT_FETCHED) and sentence.endswith("): PyTorch's own are used"), sentence
     assert reason in sentence.removeprefix(NOT_FETCHED), sentence
 
 
@@ -381,6 +381,7 @@ def choose(monkeypatch, capsys):
     monkeypatch.setattr(train, "torch_attention", masked_attention)
     monkeypatch.setattr(train, "HEAD_DIM", 16)
     monkeypatch.setattr(prepare, "VOCAB_SIZE", 64)
+    monkeypatch.setattr(prepare, "MAX_SEQ_LEN", 400)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
     def choose():
@@ -430,14 +431,14 @@ def test_without_the_kernels_package_pytorchs_own_are_used(choose, monkeypatch):
 
 def test_if_nothing_fast_is_right_the_definition_stays(choose, monkeypatch):
     monkeypatch.setattr(train, "torch_attention", lambda q, k, v, window: masked_attention(q, k, v, q.size(1)))
-    assert len(choose()) == 3 and ("attention", 4) not in train.proven
+    assert len(choose()) == 3 and (train.attention.__wrapped__, 4) not in train.fast_paths
 
 
 def test_a_cpu_gets_the_definitions_and_loads_nothing(capsys, monkeypatch):
     monkeypatch.setattr(prepare, "load_kernel", lambda: pytest.fail("not on a CPU"))
-    train.proven["attention", 4] = lambda *args: None
+    train.fast_paths[train.attention.__wrapped__, 4] = lambda *args: None
     train.load_kernels(torch.device("cpu"))
-    assert capsys.readouterr().out == "attention: masked SDPA\nfast paths: none\n" and not train.proven
+    assert capsys.readouterr().out == "attention: masked SDPA\nfast paths: none\n" and not train.fast_paths
 
 
 @pytest.mark.parametrize("capability, first", [((8, 0), False), ((9, 0), True), ((10, 0), True)])
