@@ -39,16 +39,22 @@ torch.set_num_threads(1)  # the tensors are small, and threads that wait for a b
 BESIDE = ["test_analysis.py", "test_kernels.py", "test_night.py", "test_process.py"]
 
 
+def in_one_process(config):
+    return bool(config.invocation_params.args or os.environ.get("PYTEST_ADDOPTS"))
+
+
 class ReportWriter:
-    """In the second process: writes the result of each phase of each test as a line of JSON."""
+    """In the second process: writes the result of each phase of each test as a line of JSON, and last how many ran."""
 
     def __init__(self, config):
-        self.config, self.file = config, config.option.results
+        self.config, self.file = config, open(config.option.results, "w", buffering=1)
 
     def pytest_runtest_logreport(self, report):
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        with open(self.file, "a") as file:
-            file.write(json.dumps(data) + "\n")
+        self.file.write(json.dumps(data) + "\n")
+
+    def pytest_sessionfinish(self, session):
+        self.file.write(json.dumps([session.testscollected, session.testsfailed]) + "\n")
 
 
 def pytest_addoption(parser):
@@ -62,12 +68,12 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    return True if collection_path.name in BESIDE and not config.invocation_params.args else None
+    return True if collection_path.name in BESIDE and not in_one_process(config) else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session):
-    if session.config.invocation_params.args or session.testsfailed:  # there are errors in the files themselves
+    if in_one_process(session.config) or session.testsfailed:  # there are errors in the files themselves
         return (yield)
     hook = session.config.hook
     with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "log"), "w+b") as log:
@@ -76,14 +82,16 @@ def pytest_runtestloop(session):
                    *(TESTS / name for name in BESIDE)]
         with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as second:
             result = yield
-        lines = results.read_text().splitlines() if results.exists() else []
-        reports = [hook.pytest_report_from_serializable(config=session.config, data=json.loads(line)) for line in lines]
-        session.testscollected += sum(report.when == "setup" for report in reports)
+        lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+        reports = [hook.pytest_report_from_serializable(config=session.config, data=line)
+                   for line in lines if isinstance(line, dict)]
+        counts = [sum(report.when == "teardown" for report in reports), sum(report.failed for report in reports)]
+        session.testscollected += counts[0]
         for report in reports:
             hook.pytest_runtest_logreport(report=report)
-        if second.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        if second.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or lines[-1:] != [counts]:
             log.seek(0)
-            pytest.exit(f"the second process ended with {second.returncode}:\n{log.read().decode()}", returncode=1)
+            pytest.exit(f"the second process ended early ({second.returncode}):\n{log.read().decode()}", returncode=1)
     return result
 
 
