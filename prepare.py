@@ -60,7 +60,7 @@ TOKENIZER_DIR = os.path.join(CACHE_DIR, "tokenizer")
 PREPARE_COMMAND = "uv run prepare.py"  # what error messages tell the user to run
 
 BASE_URL = "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main"
-MAX_SHARD = VAL_SHARD = 6542      # the last shard of the dataset
+MAX_SHARD = VAL_SHARD = 6542      # the last shard; all before it are for training
 VAL_FILENAME = f"shard_{VAL_SHARD:05d}.parquet"
 DOWNLOAD_TIMEOUTS = (10, 30)      # seconds to connect, seconds between two pieces of the body
 DOWNLOAD_WAITS = (2, 4, 8, 16)    # seconds between the attempts
@@ -81,9 +81,9 @@ ENCODE_THREADS = min(8, os.cpu_count() or 1)  # more threads than cores slow eac
 BATCHES_AHEAD = 4       # batches packed before the GPU asks for them
 SCORE_CHUNK = 2**27     # logits scored at a time: bounds the memory of the metric
 PEAK_FLOPS = {          # dense bf16 FLOPs per second, from data sheets; the first key in the device's name counts
-    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12, "GH200": 989.5e12, "H800": 989.5e12,
-    "B200": 2250e12, "GB200": 2500e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A10": 125e12, "L40S": 362e12,
-    "L40": 181e12, "L4": 121e12, "RTX 3090": 71e12, "RTX 4090": 165.2e12, "RTX 5090": 209.5e12,
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200 NVL": 835e12, "H200": 989.5e12, "GH200": 989.5e12,
+    "H800": 989.5e12, "B200": 2250e12, "GB200": 2500e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A10": 125e12,
+    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 3090": 71e12, "RTX 4090": 165.2e12, "RTX 5090": 209.5e12,
 }
 
 
@@ -257,7 +257,7 @@ def download_file(url, path):
             response = getattr(error, "response", None)
             status = getattr(response, "status_code", 0)
             asked = getattr(response, "headers", {}).get("Retry-After", "")
-            if wait is None or (400 <= status < 500 and status not in (408, 425, 429)):  # client errors worth a retry
+            if wait is None or (400 <= status < 500 and status not in (408, 425, 429)):  # these three may pass
                 raise
             if asked.isdecimal():
                 wait = max(wait, min(int(asked), MAX_RETRY_AFTER))
@@ -570,8 +570,8 @@ def call_model(model, inputs, vocab_size):
 def check_causal(model, inputs, vocab_size):
     """Raise ValueError if logits depend on later tokens, or differ between two identical calls.
 
-    From a cut on, tokens are replaced. What stands before the cut may move by 1 % of the mean move after it. Odd cuts
-    fall inside blocks of even size, the even one tests an odd place, one cut per row tests every n-th place, n <= B.
+    From a cut on, tokens are replaced. What stands before the cut may move by 1 % of the mean move after it. A look one
+    token ahead shows only right before a cut: so cuts are odd and even, and B rows are cut at B places in succession.
     """
     def outputs(x, places):  # (2, ..., vocab): logits and log-probabilities; a leak may show in one of them only
         logits = call_model(model, x, vocab_size)[places].float()
@@ -615,7 +615,7 @@ def score(logits, targets, token_bytes):
     rows = max(1, SCORE_CHUNK // logits[0].numel())
     for piece, goal in zip(logits.split(rows), targets.split(rows), strict=True):
         loss = F.cross_entropy(piece.flatten(0, 1).float(), goal.flatten(), reduction="none").view_as(goal)
-        nats += torch.where(token_bytes[goal] > 0, loss, 0.0).sum(dtype=torch.float64)  # drops infinite losses, too
+        nats += torch.where(token_bytes[goal] > 0, loss, 0.0).sum(dtype=torch.float64)  # inf * 0 would be nan
     return nats, token_bytes[targets].sum()
 
 
@@ -661,7 +661,7 @@ def evaluate_bpb(model, tokenizer, batch_size):
 def get_peak_flops(device):
     """Peak bf16 FLOPs per second of `device`, or nan if they are not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b(?! Laptop)", name)), math.nan)
+    return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b(?! Laptop| D)", name)), math.nan)
 
 
 def explain_missing_gpu():
@@ -706,7 +706,7 @@ def load_kernel():
 
 
 def list_build():
-    """The files of the hub's best build for this PyTorch, CUDA and platform: path in the repository to address."""
+    """The files of the hub's best build for this PyTorch, CUDA and platform, as {path in the repository: URL}."""
     from huggingface_hub import HfApi, hf_hub_url
     from kernels import VariantAccepted, get_kernel_variants
     repo, branch = KERNEL
@@ -748,7 +748,7 @@ def fetch_kernel():
 def check_equal(fast_path, definition, args):
     """Raise ValueError unless fast_path(*args) gives the result and gradients of `definition` and alters no tensor.
 
-    Allowed are 2 % in bf16 and 0.01 % in float32, which it may decline with None; a tenth of that in a common factor.
+    Allowed are 2 % in bf16 and 0.01 % in float32, which it may decline with None; a tenth of that for a wrong scale.
     """
     def run(function, dtype):  # the result, the gradients, and the arguments as they are afterwards
         copies = [arg.detach().to(dtype if arg.is_floating_point() else arg.dtype, copy=True)

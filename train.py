@@ -47,7 +47,7 @@ DEVICE_BATCH_SIZE = 128     # rows per micro-batch: lower it when memory runs ou
 EMBEDDING_LR = 0.6          # token and value embeddings (AdamW)
 UNEMBEDDING_LR = 0.004      # lm_head (AdamW)
 MATRIX_LR = 0.04            # matrices inside the blocks (Muon)
-SCALAR_LR = 0.5             # residual and x0 scales (AdamW)
+SCALAR_LR = 0.5             # x0 scales; a hundredth of it for the residual scales (AdamW)
 WEIGHT_DECAY = 0.2          # of Muon's matrices, falls linearly to 0
 ADAM_BETAS = (0.8, 0.95)
 WARMUP_RATIO = 0.0          # share of the time budget in which the learning rates rise
@@ -60,7 +60,7 @@ SEED = 42
 # ----------------------------------------------------------------------------------------------------------------------
 
 # Edit the definitions, not the fast paths. At each start `load_kernels` drops every fast path that disagrees with its
-# definition, and the log says so. It cannot see a change within the rounding of bf16, or one that acts only later.
+# definition, and the log says so. It cannot see a change that is within rounding to bf16 or outside its examples.
 fast_paths = {}  # (definition, number of its arguments): the fast path that agrees with it
 squared_relu_kernel = None  # the operator that load_fused_mlp makes
 sdpa_settings = contextlib.ExitStack()  # entered once a process: in the model they would defeat the compile cache
@@ -117,7 +117,7 @@ def window_block_mask(window, T, device):
     distance = block * (index[:, None] - index)  # from the start of a block of keys to that of one of queries
     whole = (distance >= block - 1) & (distance <= window - (block - 1))
     part = (distance > -block) & (distance <= window + (block - 1)) & ~whole
-    lists = []  # for `part`, then `whole`: per block of queries the number of blocks of keys, and their indices first
+    lists = []  # for `part`, then `whole`: per block of queries how many blocks of keys, and all indices, those first
     for seen in (part, whole):
         lists += [seen.sum(-1).int()[None, None], seen.int().argsort(descending=True, stable=True).int()[None, None]]
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, seq_lengths=(T, T),
@@ -289,7 +289,7 @@ class SoftcappedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):
         x, weight, dlogits = ctx.saved_tensors
-        dloss = dloss[:, None]  # it scales rows, so it can wait for the products
+        dloss = dloss[:, None]  # a factor per row, applied to (N, C) and not to (N, vocab)
         return dloss * (dlogits @ weight.to(dlogits.dtype)), dlogits.T @ (dloss * x).to(dlogits.dtype), None, None
 
 
@@ -297,7 +297,7 @@ def fused_cross_entropy(x, lm_head, cap, targets, reduction):
     """The fast path of softcapped_cross_entropy, for a cap that is not learned."""
     if not is_plain(lm_head) or not isinstance(cap, (int, float)) or not 0 < cap <= 75:  # above, exponentials overflow
         return None
-    counted = targets.flatten() != -1
+    counted = targets.flatten() >= 0
     losses = SoftcappedLoss.apply(x.flatten(0, -2), lm_head.weight, targets.flatten(), cap).where(counted, 0)
     return {"mean": losses.sum() / counted.sum(), "sum": losses.sum(), "none": losses}[reduction]
 
@@ -434,7 +434,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def _compute_window_sizes(config):
-        """A pair (w, 0) per layer, in FlashAttention's convention: w tokens before the query and 0 after it."""
+        """A pair (w, 0) per layer: w tokens before the query and 0 after it. Here w = -1 does not mean all of them."""
         pattern = config.window_pattern.upper()
         if not pattern or set(pattern) - set("SL"):
             raise prepare.UserError(f"the window pattern is {config.window_pattern!r}, but may hold only the letters S"
@@ -453,7 +453,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Fill every parameter and buffer in place; on CUDA the embeddings become bf16."""
+        """Set the weights that `__init__` makes, and cos and sin; on CUDA the embeddings become bf16."""
         bound = 3**0.5 * self.config.n_embd**-0.5  # uniform in +-bound has the standard deviation n_embd**-0.5
         nn.init.normal_(self.transformer.wte.weight)
         nn.init.normal_(self.lm_head.weight, std=0.001)

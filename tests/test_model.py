@@ -198,6 +198,14 @@ def test_softcapped_loss_and_its_gradient_are_those_of_the_definition(N, vocab, 
             assert_close(one, other, relative=1e-4)
 
 
+def test_the_fused_loss_ignores_targets_under_any_number_that_an_edit_may_choose():
+    x, weight, targets = torch.randn(1, 9, 16), torch.randn(50, 16), torch.randint(50, (1, 9))
+    targets[0, 3:6] = -100
+    logits = 15 * torch.tanh(x @ weight.T / 15)
+    expected = F.cross_entropy(logits[0], targets[0], ignore_index=-100)
+    assert_close(train.fused_cross_entropy(x, linear(weight), 15, targets, "mean").detach(), expected, relative=1e-4)
+
+
 def test_softcapped_loss_of_extreme_logits_is_finite_and_of_nan_is_nan():
     x = torch.tensor([[1e30], [-1e30], [0.0], [math.nan]], requires_grad=True)
     head = linear(torch.tensor([[1.0], [-1.0], [0.0]]))

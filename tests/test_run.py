@@ -110,7 +110,8 @@ def test_weight_decay_scales_with_its_constant(monkeypatch):
 
 
 @pytest.mark.parametrize("name, expected", [
-    ("NVIDIA H200", 989.5e12), ("NVIDIA H100 80GB HBM3", 989.5e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+    ("NVIDIA H200", 989.5e12), ("NVIDIA H200 NVL", 835e12), ("NVIDIA GeForce RTX 4090 D", math.nan),
+    ("NVIDIA H100 80GB HBM3", 989.5e12), ("NVIDIA A100-SXM4-80GB", 312e12),
     ("NVIDIA GH200 480GB", 989.5e12), ("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12),
     ("NVIDIA GeForce RTX 4090", 165.2e12), ("NVIDIA GeForce RTX 4090 Laptop GPU", math.nan),
     ("NVIDIA A1000 Laptop", math.nan), ("Something New", math.nan),
