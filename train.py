@@ -297,15 +297,15 @@ def fused_cross_entropy(x, lm_head, cap, targets, reduction):
     """The fast path of softcapped_cross_entropy, for a cap that is not learned."""
     if not is_plain(lm_head) or not isinstance(cap, (int, float)) or not 0 < cap <= 75:  # above, exponentials overflow
         return None
-    counted = targets.flatten() >= 0
+    counted = targets.flatten() >= 0  # an edit may ignore another negative number than -1
     losses = SoftcappedLoss.apply(x.flatten(0, -2), lm_head.weight, targets.flatten(), cap).where(counted, 0)
     return {"mean": losses.sum() / counted.sum(), "sum": losses.sum(), "none": losses}[reduction]
 
 
 def load_kernels(device):
     """Compare the fast paths with their definitions on `device`, keep those that agree, and print their names."""
-    # random arguments, large so that most edits show; what a fast path holds constant requires no gradient
     T = prepare.MAX_SEQ_LEN
+    # random arguments, large so that most edits show; what a fast path holds constant requires no gradient
     randn = functools.partial(torch.randn, device=device, requires_grad=True)
     linear = functools.partial(nn.Linear, bias=False, device=device)
     q, k, v = 4 * randn(1, T, 4, HEAD_DIM), randn(1, T, 2, HEAD_DIM), randn(1, T, 2, HEAD_DIM)  # peaked softmax
@@ -417,8 +417,8 @@ class GPT(nn.Module):
         super().__init__()
         if (min(config.n_layer, config.n_head, config.n_kv_head) < 1 or config.n_embd % (2 * config.n_head)
                 or config.n_head % config.n_kv_head):
-            raise prepare.UserError(f"n_head must split n_embd into heads of even width, n_kv_head must divide n_head,"
-                                    f" none may be 0, in {config}; change DEPTH or HEAD_DIM")
+            raise prepare.UserError(f"{config} does not add up: n_head must split n_embd into heads of even width,"
+                                    " n_kv_head must divide n_head, n_layer must be positive; change DEPTH or HEAD_DIM")
         self.config = config
         self.window_sizes = self._compute_window_sizes(config)
         blocks = nn.ModuleList([Block(config, i) for i in range(config.n_layer)])
@@ -529,7 +529,7 @@ class GPT(nn.Module):
 # Optimizer: Muon for the matrices inside the blocks, AdamW for the rest
 # ----------------------------------------------------------------------------------------------------------------------
 
-# (a, b, c) for each of 5 iterations, safety 2e-2, cushion 2: Polar Express, https://arxiv.org/abs/2505.16932
+# (a, b, c) per iteration, for safety 2e-2 and cushion 2: Polar Express, https://arxiv.org/abs/2505.16932
 polar_express_coeffs = [
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),

@@ -198,7 +198,7 @@ def test_softcapped_loss_and_its_gradient_are_those_of_the_definition(N, vocab, 
             assert_close(one, other, relative=1e-4)
 
 
-def test_the_fused_loss_ignores_targets_under_any_number_that_an_edit_may_choose():
+def test_the_fused_loss_ignores_every_negative_target():
     x, weight, targets = torch.randn(1, 9, 16), torch.randn(50, 16), torch.randint(50, (1, 9))
     targets[0, 3:6] = -100
     logits = 15 * torch.tanh(x @ weight.T / 15)
